@@ -1,0 +1,47 @@
+"""The command line: one file per command, one table of them, and the only place that prints.
+
+Nothing heavy is imported here: `memfit --help` reads the table below and loads no command's module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row of the table of commands.
+
+    Attributes:
+        target: ``"module:function"``; the function's signature is the command's form, it returns the exit code.
+        help: the one line that `memfit --help` shows.
+        passes_arguments: everything after the first word that is no option belongs to the script that it runs.
+    """
+
+    target: str
+    help: str
+    passes_arguments: bool = False
+
+
+COMMANDS: Mapping[str, Command] = {
+    "fit": Command("memfit.cli.fit:fit", "Find the fastest way to train a workload within a memory budget."),
+    "dryrun": Command(
+        "memfit.cli.dryrun:dryrun",
+        "Run a training script, unmodified, on a made-up GPU and account for its memory.",
+        passes_arguments=True,
+    ),
+    "gpus": Command("memfit.cli.gpus:gpus", "List the GPUs that memfit knows by name."),
+    "doctor": Command("memfit.cli.doctor:doctor", "Say what this machine can do, and how to get the rest."),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        arguments: the words after ``memfit``; ``None`` takes them from ``sys.argv``.
+    """
+    from memfit.cli.app import run
+
+    return run(arguments)

@@ -1,0 +1,51 @@
+"""Where output goes: results to stdout, progress and errors to stderr; colour and motion only on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+
+WIDEST_COLUMNS = 110
+PLAIN_COLUMNS = 100
+
+Progress = Callable[..., None]
+"""``progress(text, done=None, total=None)``: what is being done now, and how far it has come."""
+
+
+def stdout() -> Console:
+    """The console for results. Rich obeys NO_COLOR, FORCE_COLOR and TERM=dumb by itself."""
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    console.width = min(console.width, WIDEST_COLUMNS) if console.is_terminal else _plain_columns()
+    return console
+
+
+def _plain_columns() -> int:
+    """A pipe or a file has no width; COLUMNS still counts, as it does for other tools."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdigit() and int(text) >= 40 else PLAIN_COLUMNS
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one object, in a stable order of keys as they were put in."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Progress]:
+    """Show on stderr what long work is at; silent where stderr is no terminal."""
+    console = Console(stderr=True, highlight=False)
+    if quiet or not console.is_terminal:
+        yield lambda text, done=None, total=None: None
+        return
+    with console.status("starting", spinner="dots") as status:
+
+        def show(text: str, done: int | None = None, total: int | None = None) -> None:
+            status.update(f"{text} ({done}/{total})" if total else text)
+
+        yield show
