@@ -52,7 +52,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise UsageError(f"precision {self.precision!r} of workload {self.name!r}: use one of {', '.join(PRECISIONS)}")
+            raise UsageError(
+                f"precision {self.precision!r} of workload {self.name!r}: use one of {', '.join(PRECISIONS)}"
+            )
         for part in ("model", "batch", "loss"):
             if not callable(getattr(self, part)):
-                raise UsageError(f"{part} of workload {self.name!r} must be a function, not {getattr(self, part)!r}")
+                raise UsageError(
+                    f"{part} of workload {self.name!r} must be a function, not {getattr(self, part)!r}"
+                )
