@@ -1,0 +1,115 @@
+// The device's settings (from the environment), its account and its lock.
+#include "stub.h"
+
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+Settings settings;
+Account account;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static bool alive;
+static __thread cudaError_t last_error;
+
+static size_t number(const char *name, size_t otherwise) {
+  const char *text = getenv(name);
+  return text && *text ? strtoull(text, NULL, 0) : otherwise;
+}
+
+static bool equals(const char *name, const char *value) {
+  const char *text = getenv(name);
+  return text && !strcmp(text, value);
+}
+
+// CUDA_VISIBLE_DEVICES as the driver reads it, for one device: the list ends at the first entry that names no device.
+static int visible_devices(int count) {
+  const char *text = getenv("CUDA_VISIBLE_DEVICES");
+  if (!text) return count;
+  while (*text == ' ') text++;
+  if (!strncmp(text, "GPU-", 4)) return count;
+  char *end;
+  long first = strtol(text, &end, 10);
+  return end != text && first >= 0 && first < count ? 1 : 0;
+}
+
+static void read_settings(void) {
+  const char *name = getenv("MEMFIT_GPU_NAME");
+  snprintf(settings.name, sizeof settings.name, "%s", name && *name ? name : "NVIDIA H100 80GB HBM3");
+  settings.compute_capability = (int)number("MEMFIT_GPU_CC", 90);
+  settings.sm_count = (int)number("MEMFIT_GPU_SM_COUNT", settings.compute_capability >= 90 ? 132 : 108);
+  settings.l2_bytes = number("MEMFIT_GPU_L2_BYTES", (size_t)(settings.compute_capability >= 90 ? 50 : 40) << 20);
+  settings.total_bytes = number("MEMFIT_GPU_TOTAL_BYTES", (size_t)80 << 30);
+  settings.nvml_total_bytes = number("MEMFIT_GPU_NVML_TOTAL_BYTES", settings.total_bytes);
+  if (settings.nvml_total_bytes < settings.total_bytes) settings.nvml_total_bytes = settings.total_bytes;
+  settings.context_bytes = number("MEMFIT_GPU_CONTEXT_BYTES", 0);
+  settings.count = visible_devices(number("MEMFIT_GPU_COUNT", 1) ? 1 : 0);
+  settings.cudnn_workspace_bytes = number("MEMFIT_CUDNN_WORKSPACE_BYTES", 0);
+  settings.first_fit = equals("MEMFIT_ADDRESSES", "firstfit");
+  settings.manual_events = equals("MEMFIT_EVENTS", "manual");
+  settings.log = equals("MEMFIT_STUB_LOG", "1");
+}
+
+static void before_fork(void) { pthread_mutex_lock(&mutex); }
+static void after_fork(void) { pthread_mutex_unlock(&mutex); }
+
+// Device addresses are reserved, without memory behind them: a host access faults, as it would for a real GPU's.
+static void reserve_addresses(void) {
+  void *want = (void *)DEVICE_BASE;
+  void *got = mmap(want, DEVICE_SPAN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+  if (got == want) return;
+  perror("memfit: cannot reserve the address range of the made-up GPU (32 TiB, nothing is stored in it; "
+         "is the virtual memory of this process limited by ulimit -v?)");
+  abort();
+}
+
+void lock(void) {
+  pthread_mutex_lock(&mutex);
+  if (alive) return;
+  read_settings();
+  reserve_addresses();
+  pthread_atfork(before_fork, after_fork, after_fork);
+  alive = true;
+}
+
+void unlock(void) { pthread_mutex_unlock(&mutex); }
+
+bool device_is_alive(void) {
+  pthread_mutex_lock(&mutex);
+  bool answer = alive;
+  pthread_mutex_unlock(&mutex);
+  return answer;
+}
+
+bool charge(size_t bytes) {
+  if (settings.context_bytes + account.used_bytes + bytes > settings.total_bytes) {
+    account.failed++;
+    return false;
+  }
+  account.used_bytes += bytes;
+  if (account.used_bytes > account.peak_bytes) account.peak_bytes = account.used_bytes;
+  return true;
+}
+
+void discharge(size_t bytes) { account.used_bytes -= bytes; }
+
+void say(const char *format, ...) {
+  if (!settings.log) return;
+  va_list arguments;
+  va_start(arguments, format);
+  fputs("[memfit gpu] ", stderr);
+  vfprintf(stderr, format, arguments);
+  va_end(arguments);
+}
+
+cudaError_t fail(cudaError_t error) { return last_error = error; }
+
+API cudaError_t cudaPeekAtLastError(void) { return last_error; }
+API cudaError_t cudaGetLastError(void) {
+  cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
