@@ -64,7 +64,9 @@ class StepFigures:
             peak_reserved_bytes=int(data["peak_reserved_bytes"]),
             step_seconds=float(data["step_seconds"]),
             flops=float(data.get("flops") or 0.0),
-            forward_end_bytes=None if data.get("forward_end_bytes") is None else int(data["forward_end_bytes"]),
+            forward_end_bytes=None
+            if data.get("forward_end_bytes") is None
+            else int(data["forward_end_bytes"]),
             peak_by_category={str(k): int(v) for k, v in (data.get("peak_by_category") or {}).items()},
             peak_by_phase={str(k): int(v) for k, v in (data.get("peak_by_phase") or {}).items()},
             trace_path=data.get("trace_path"),

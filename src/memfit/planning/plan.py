@@ -71,7 +71,9 @@ class Plan:
             raise InputError(f"{source}: a plan is a JSON object, not {type(data).__name__}")
         version = data.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise InputError(f"{source}: schema_version is {version!r}; this memfit reads {SCHEMA_VERSION}: make the plan anew")
+            raise InputError(
+                f"{source}: schema_version is {version!r}; this memfit reads {SCHEMA_VERSION}: make the plan anew"
+            )
         read = _Reader(data, source)
         return cls(
             workload=read("workload", str),
@@ -111,7 +113,9 @@ class Plan:
                 file.write(json.dumps(self.to_json(), indent=2) + "\n")
             os.replace(temporary, target)
         except OSError as error:
-            raise UsageError(f"cannot write the plan to {target}: {error.strerror}; name a folder you can write") from error
+            raise UsageError(
+                f"cannot write the plan to {target}: {error.strerror}; name a folder you can write"
+            ) from error
         return target
 
     def apply(self, model: Any, optimizer: Any = None) -> Any:
@@ -159,9 +163,13 @@ class Plan:
         if self.micro_batch_count == 1:
             yield batch, 1.0
             return
-        from memfit.techniques import MicroBatching
+        from memfit.capture.step import batch_size, split_batch
 
-        yield from MicroBatching(micro_batches=self.micro_batch_count).split(batch, loss_weight)
+        parts = list(split_batch(batch, self.micro_batch_count))
+        weights = [float((loss_weight or batch_size)(part)) for part in parts]
+        total = sum(weights) or 1.0
+        for part, weight in zip(parts, weights, strict=True):
+            yield part, weight / total
 
 
 @dataclass(frozen=True)
@@ -197,7 +205,7 @@ def _techniques(value: Any) -> tuple[Settings, ...]:
     from memfit.techniques import TECHNIQUES
 
     if not isinstance(value, list):
-        raise ValueError(f"must be a list, not {type(value).__name__}")
+        raise TypeError(f"must be a list, not {type(value).__name__}")
     for settings in value:
         name = settings["technique"] if isinstance(settings, dict) else settings
         if not isinstance(name, str) or name not in TECHNIQUES:
