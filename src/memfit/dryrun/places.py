@@ -1,0 +1,47 @@
+"""Where in the user's own code something happened: the innermost frame outside torch, memfit and installed packages."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from functools import cache
+from pathlib import Path
+
+from memfit.core.errors import WorkloadFailed
+
+_MEMFIT = str(Path(__file__).resolve().parents[1]) + os.sep
+_MESSAGE_LIMIT = 2000
+
+
+@cache
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    folders = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))}
+    return (_MEMFIT, *(os.path.join(folder, "") for folder in sorted(folders)))
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether ``filename`` is code of the user's: neither memfit's, nor installed, nor the standard library's."""
+    return not filename.startswith(_library_folders()) and not filename.startswith("<")
+
+
+def user_place(error: BaseException) -> str:
+    """``"file.py:12 in function"`` of the innermost frame of the user's code in ``error``; of any code if there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_user_file(frame.filename)]
+    chosen = (own or list(frames))[-1:]
+    return f"{chosen[0].filename}:{chosen[0].lineno} in {chosen[0].name}" if chosen else "unknown place"
+
+
+def workload_failed(error: BaseException, doing: str) -> WorkloadFailed:
+    """The error that tells that the user's code raised ``error``: what was being done, its type, text, file and line."""
+    text = str(error).strip() or "no message"
+    if isinstance(error, SyntaxError):
+        text = error.msg
+    shown = text if len(text) <= _MESSAGE_LIMIT else text[:_MESSAGE_LIMIT] + " …"
+    return WorkloadFailed(f"{doing} raised {type(error).__name__}: {shown} ({user_place(error)})")
