@@ -1,1 +1,1 @@
-"""Values that every other part speaks in: bytes, devices, workloads, traces. Standard library and numpy only."""
+"""Values that every other part speaks in: bytes, devices, workloads, traces. Needs numpy and nothing else."""

@@ -12,7 +12,7 @@ from memfit.core.errors import UsageError
 def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> Path:
     """Write ``content`` (text as UTF-8) to ``path``: a temporary name in the same folder, then a rename.
 
-    Missing folders above ``path`` are made. An existing file keeps its old content until the new one is complete.
+    Missing folders above ``path`` are made. An existing file keeps its content until the new one is complete.
 
     Raises:
         UsageError: the place cannot be written to (no permission, a folder of that name, a full disk).

@@ -1,8 +1,8 @@
 """A trace: every allocation event of a run, in order, as columns.
 
-One type that the dry run, the capture, the readers of foreign files and the simulated allocators all write and
-read. An event is one row over `COLUMNS`; a million of them take about 50 MB. Texts (module names, operators, places)
-are interned: their columns hold indices into `Trace.strings`.
+One type that the dry run, the capture, the readers of foreign files and the simulated allocators all write
+and read. An event is one row over `COLUMNS`; a million of them take about 50 MB. Texts (module names,
+operators, places) are interned: their columns hold indices into `Trace.strings`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Phase = Literal["init", "forward", "backward", "recompute", "optimizer", "other"
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 NO_BLOCK = -1
-"""The block of an event that has none: segments, out of memory, a free whose allocation came before the trace."""
+"""The block of an event that has none: segments, out of memory, a free of what was there before the trace."""
 
 
 class Action(IntEnum):
@@ -100,12 +100,12 @@ class Trace:
 
     Args:
         action: an `Action` per event.
-        block: pairs an ALLOC with its FREE. Each ALLOC has an id of its own, ids are not used again; `NO_BLOCK` where
-            an event has none.
+        block: pairs an ALLOC with its FREE. Each ALLOC has an id of its own, ids are not used again;
+            `NO_BLOCK` where an event has none.
         size_bytes: requested bytes of a block, or the size of a segment, or what an OOM had asked for.
         stream: number of the CUDA stream, 0 for the default one.
         address: device address, 0 where unknown.
-        category, phase, module, op, where: indices into ``strings``; ``where`` is like ``"train.py:12 main"``.
+        category, phase, module, op, where: indices into ``strings``; ``where`` is like ``"a.py:12 main"``.
         strings: the interned texts.
         meta: what the trace is of; plain JSON values.
     """
@@ -138,9 +138,9 @@ class Trace:
 
     def __getitem__(self, index: int) -> Event:
         """The event at ``index`` with its texts."""
-        texts = (self.strings[getattr(self, name)[index]] for name in TEXT_COLUMNS)
-        numbers = (int(getattr(self, name)[index]) for name in ("block", "size_bytes", "stream", "address"))
-        return Event(Action(int(self.action[index])), *numbers, *texts)
+        row = {name: getattr(self, name)[index].item() for name in COLUMNS}
+        row |= {name: self.strings[row[name]] for name in TEXT_COLUMNS}
+        return Event(**{**row, "action": Action(row["action"])})
 
     def __iter__(self) -> Iterator[Event]:
         return (self[index] for index in range(len(self)))
@@ -160,7 +160,7 @@ class Trace:
         return [self.strings[index] for index in getattr(self, column).tolist()]
 
     def alloc_index(self) -> npt.NDArray[np.int64]:
-        """For every event the index of the ALLOC of its block: its own for an ALLOC, -1 where there is none."""
+        """For every event the index of its block's ALLOC: its own for an ALLOC, -1 where there is none."""
         allocs = np.flatnonzero(self.action == Action.ALLOC)
         order = np.argsort(self.block[allocs], kind="stable")
         ids = self.block[allocs][order]
@@ -219,7 +219,7 @@ class TraceBuilder:
         return len(self._columns["action"])
 
     def alloc(self, size_bytes: int, *, block: int | None = None, **columns: Any) -> int:
-        """Append an ALLOC of ``size_bytes`` requested bytes and return its block id (a new one unless given)."""
+        """Append an ALLOC of ``size_bytes`` requested bytes; returns its block id, a new one unless given."""
         block = self._next_block if block is None else block
         self._next_block = max(self._next_block, block + 1)
         self._sizes[block] = size_bytes
@@ -266,7 +266,7 @@ class TraceBuilder:
         """The trace of what was appended so far; the builder may go on.
 
         Raises:
-            ValueError: the events contradict each other (a block allocated twice, a free of a block before its
+            ValueError: the events contradict each other (a block allocated twice, a free before the
                 allocation, an unknown category).
         """
         columns = {name: np.array(packed, dtype=COLUMNS[name]) for name, packed in self._columns.items()}
@@ -310,14 +310,14 @@ def _from_file(file: io.BufferedReader) -> Trace:
         strings, meta, count = head["strings"], head["meta"], head["event_count"]
         if not (isinstance(strings, list) and all(isinstance(text, str) for text in strings)):
             raise ValueError("its strings are not texts")
-        if not (isinstance(meta, dict) and isinstance(count, int) and 0 <= count):
+        if not (isinstance(meta, dict) and isinstance(count, int) and count >= 0):
             raise ValueError("its meta or event_count is not what it should be")
         columns = {name: _column(archive, name, count) for name in COLUMNS}
     return Trace(**columns, strings=tuple(strings), meta=meta)
 
 
 def _member(archive: zipfile.ZipFile, name: str, largest_bytes: int) -> bytes:
-    """One member's content; the size that the archive claims is checked first, so that a bomb is not unpacked."""
+    """One member's content; the size that the archive claims is checked first, so no bomb is unpacked."""
     try:
         info = archive.getinfo(name)
     except KeyError:

@@ -1,8 +1,9 @@
 """Sizes and times as people write them, and back.
 
-`GB` is 10⁹ bytes and `GiB` is 2³⁰ bytes, always. A bare `K`, `M`, `G` or `T` (either case) and `Ki`, `Mi`, `Gi`,
-`Ti` mean the binary unit: ``8g`` = ``8G`` = ``8 GiB``. A lower-case ``b`` after a capital (``8Gb``) may mean bits, so
-it is refused. A bare number is a number of bytes.
+`GB` is 10⁹ bytes and `GiB` is 2³⁰ bytes, always. A bare `K`, `M`, `G` or `T` (either case) and `Ki`, `Mi`,
+`Gi`, `Ti` mean the binary unit: ``8g`` = ``8G`` = ``8 GiB``. A lower-case ``b`` after a capital (``8Gb``) may
+mean bits, so it is refused. A bare number is a number of bytes, and a small one is refused for want of a
+unit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _LONGEST_TEXT = 64
 _FEWEST_BARE_BYTES = 1024
 _NO_BREAK_SPACES = str.maketrans({"\u00a0": " ", "\u202f": " ", "\u2009": " "})
 _SIZE = re.compile(
-    r"(?P<number>(?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)[ \t]*(?P<unit>[A-Za-z]*)"
+    r"(?P<number>(?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)"
+    r"[ \t]*(?P<unit>[A-Za-z]*)"
 )
 _UNIT = re.compile(r"(?P<prefix>[kmgtpKMGTP]?)(?P<binary>[iI]?)(?P<byte>[bB]?)")
 _ACCEPTED = "write it like 8GiB (2^30 bytes), 8GB (10^9 bytes), 512MiB, or in bytes"
@@ -96,9 +98,7 @@ def _unit_bytes(unit: str, text: str, what: str) -> int:
     if match is None or (match["binary"] and not match["prefix"]):
         raise UsageError(f"{what} {_shown(text)} has an unknown unit {_shown(unit)}: {_ACCEPTED}")
     if match["byte"] == "b" and unit != unit.lower():
-        raise UsageError(
-            f"{what} {_shown(text)}: {unit!r} may mean bits; write {unit[:-1]}B for bytes (memfit never counts bits)"
-        )
+        raise UsageError(f"{what} {_shown(text)}: {unit!r} may mean bits; write {unit[:-1]}B for bytes")
     power = _PREFIXES.index(match["prefix"].lower()) + 1 if match["prefix"] else 0
     decimal = match["byte"] and not match["binary"]
     return int(1000**power if decimal else 1024**power)

@@ -16,19 +16,21 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 class Workload:
     """How to build one training step.
 
-    The factories are called inside ``torch.device(device)`` and their results are then moved to that device. Each
-    may take ``size="full" | "small"``; the small form is what `verify` runs for real on the CPU.
+    The factories are called inside ``torch.device(device)`` and their results are then moved to that device.
+    Each may take ``size="full" | "small"``; the small form is what `verify` runs for real on the CPU.
 
     Args:
         name: what reports call it.
         model: ``() -> torch.nn.Module``.
         batch: ``() -> batch``, any nesting of tensors; dimension 0 of every tensor is the sample dimension.
         loss: ``(model, batch) -> scalar tensor``, a mean over the samples (or tokens) of the batch.
-        optimizer: ``(parameters) -> torch.optim.Optimizer``; ``None`` is ``torch.optim.AdamW`` with its defaults.
+        optimizer: ``(parameters) -> torch.optim.Optimizer``; ``None`` is ``torch.optim.AdamW`` by its
+            defaults.
         precision: ``"fp32"`` (as built), ``"bf16-autocast"`` or ``"fp16-autocast"`` around the forward pass.
-        loss_weight: ``(batch) -> float``, over how many samples or tokens ``loss`` takes its mean; needed to weight
-            micro-batches that differ. ``None``: the size of dimension 0.
-        spec: the text that this workload was loaded from (``"hf:gpt2,batch=8"``, ``"train.py:workload"``), if any.
+        loss_weight: ``(batch) -> float``, over how many samples or tokens ``loss`` takes its mean; needed to
+            weight micro-batches that differ. ``None``: the size of dimension 0.
+        spec: the text that this workload was loaded from (``"hf:gpt2,batch=8"``, ``"a.py:workload"``), if
+            any.
 
     Example:
         >>> import torch
