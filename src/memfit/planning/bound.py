@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
@@ -89,8 +90,8 @@ class _Program:
 
     operators: tuple[int, ...]
     storages: tuple[int, ...]
-    sizes: np.ndarray
-    costs: np.ndarray
+    sizes: npt.NDArray[np.float64]
+    costs: npt.NDArray[np.float64]
     needed: tuple[tuple[int, int], ...]
     held: frozenset[int]
     reads: tuple[tuple[int, int, int], ...]

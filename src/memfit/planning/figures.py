@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from memfit.core.errors import UsageError
+from memfit.techniques.base import Exactness
 
-Exactness = Literal["exact", "reordered", "approximate"]
-EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
 Settings = Mapping[str, Any]
 """One technique as JSON: ``{"technique": "gradient_checkpointing", "blocks": {…}}``."""
-
-
-def exactness_named(text: str) -> Exactness:
-    """The exactness class called ``text``; UsageError with the valid names otherwise."""
-    for name in EXACTNESS:
-        if text == name:
-            return name
-    raise UsageError(f"exactness {text!r} is unknown: use one of {', '.join(EXACTNESS)}")
-
-
-def weakest(names: Sequence[Exactness]) -> Exactness:
-    """The loosest class among ``names``; ``"exact"`` for none: a chain is as exact as its weakest link."""
-    return max(names, key=EXACTNESS.index, default="exact")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import InputError, MemfitError, UsageError
-from memfit.planning.figures import Candidate, Exactness, Settings, StepFigures, Verified, exactness_named
+from memfit.core.files import write_atomically
+from memfit.planning.figures import Candidate, Settings, StepFigures, Verified
+from memfit.techniques.base import EXACTNESS_ORDER, Exactness
 
 SCHEMA_VERSION = 1
 
@@ -81,7 +82,7 @@ class Plan:
             gpu=read("gpu", str),
             budget_bytes=read("budget_bytes", _count),
             techniques=read("techniques", _techniques),
-            exactness=read("exactness", exactness_named),
+            exactness=read("exactness", _exactness),
             plain=read("plain", StepFigures.from_json),
             planned=read("planned", StepFigures.from_json),
             recompute_percent=read("recompute_percent", float),
@@ -106,17 +107,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON, whole or not at all. UsageError where the place cannot be written."""
-        target = Path(path)
-        try:
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(json.dumps(self.to_json(), indent=2) + "\n")
-            os.replace(temporary, target)
-        except OSError as error:
-            raise UsageError(
-                f"cannot write the plan to {target}: {error.strerror}; name a folder you can write"
-            ) from error
-        return target
+        return write_atomically(path, json.dumps(self.to_json(), indent=2) + "\n")
 
     def apply(self, model: Any, optimizer: Any = None) -> Any:
         """Change ``model`` (and ``optimizer``) in place so that they run the plan.
@@ -125,31 +116,23 @@ class Plan:
         techniques back, one a call. UsageError when the model has not the blocks that the plan names; the model is
         then as it was.
         """
-        from memfit.techniques import TECHNIQUES, undo
-
         self._check_blocks(model)
-        applied = 0
-        try:
-            for settings in self.techniques:
-                technique = TECHNIQUES[settings["technique"]].from_settings(dict(settings))
-                technique.apply(model, optimizer)
-                applied += 1
-        except MemfitError:
-            for _ in range(applied):
-                undo(model)
-            raise
+        apply_settings(self.techniques, model, optimizer)
         return model if optimizer is None else (model, optimizer)
 
     def _check_blocks(self, model: Any) -> None:
         """Each block that the plan names exists in the model, or UsageError names the first that does not."""
-        present = {name for name, _ in model.named_modules()}
+        from memfit.techniques.blocks import get_block
+
         for settings in self.techniques:
             for name in settings.get("blocks") or ():
-                if name not in present:
+                try:
+                    get_block(model, name)
+                except UsageError as error:
                     raise UsageError(
-                        f"the plan for {self.workload!r} names block {name!r}, which {type(model).__name__} has not: "
-                        f"apply it to the model that it was made for, or make a plan for this one"
-                    )
+                        f"the plan for {self.workload!r} does not fit this model: {error}; apply it to the model that "
+                        "it was made for, or make a plan for this one"
+                    ) from error
 
     def micro_batches(
         self, batch: Any, loss_weight: Callable[[Any], float] | None = None
@@ -163,13 +146,36 @@ class Plan:
         if self.micro_batch_count == 1:
             yield batch, 1.0
             return
-        from memfit.capture.step import batch_size, split_batch
+        from memfit.capture.step import split_batch
 
         parts = list(split_batch(batch, self.micro_batch_count))
-        weights = [float((loss_weight or batch_size)(part)) for part in parts]
+        weights = [float((loss_weight or _samples)(part)) for part in parts]
         total = sum(weights) or 1.0
         for part, weight in zip(parts, weights, strict=True):
             yield part, weight / total
+
+
+def apply_settings(techniques: Sequence[Settings], model: Any, optimizer: Any = None) -> None:
+    """Apply techniques given as settings, first to last; when one refuses, those before it are taken back."""
+    from memfit.techniques import TECHNIQUES
+    from memfit.techniques.base import undo
+
+    applied = 0
+    try:
+        for settings in techniques:
+            TECHNIQUES[settings["technique"]].from_settings(dict(settings)).apply(model, optimizer)
+            applied += 1
+    except MemfitError:
+        for _ in range(applied):
+            undo(model)
+        raise
+
+
+def _samples(batch: Any) -> int:
+    """The size of dimension 0, which all tensors of a batch share."""
+    from torch.utils._pytree import tree_leaves
+
+    return next(int(leaf.shape[0]) for leaf in tree_leaves(batch) if getattr(leaf, "ndim", 0) > 0)
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,12 @@ def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{value!r} is not a number of bytes")
+    return value
+
+
+def _exactness(value: Any) -> Any:
+    if value not in EXACTNESS_ORDER:
+        raise ValueError(f"{value!r} is none of {', '.join(EXACTNESS_ORDER)}")
     return value
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
@@ -174,15 +175,16 @@ def _add_memory(rows: _Rows, groups: Sequence[_Group], problem: Problem, budget_
         rows.add(terms, -np.inf, (budget_bytes - base) / mib)
 
 
-def _costs(groups: Sequence[_Group]) -> np.ndarray:
+def _costs(groups: Sequence[_Group]) -> npt.NDArray[np.float64]:
     """Seconds, scaled to about one, with the tie-break on kept bytes."""
     seconds = np.array([option.recompute_seconds for group in groups for option in group.options])
     kept = np.array([option.saved_bytes for group in groups for option in group.options], dtype=float)
     scale = seconds.max() if seconds.size and seconds.max() > 0 else 1.0
-    return seconds / scale + _TIE_BREAK * kept / max(kept.max(), 1.0)
+    costs: npt.NDArray[np.float64] = seconds / scale + _TIE_BREAK * kept / max(kept.max(), 1.0)
+    return costs
 
 
-def _read(groups: Sequence[_Group], counts: np.ndarray, blocks: int) -> tuple[int, ...]:
+def _read(groups: Sequence[_Group], counts: npt.NDArray[np.int64], blocks: int) -> tuple[int, ...]:
     """Counts per group to one option per position, fewest kept bytes first within a group."""
     choice = [0] * blocks
     for group in groups:
