@@ -85,8 +85,12 @@ class HubWorkload:
         options: dict[str, Any] = {"dtype": self.numerics.weights}
         if self.attention is not None:
             options["attn_implementation"] = self.attention
+        config = self._sized_config(size)
+        if config.architectures is None:  # some types have several classes for a task; the first is the plain one
+            names = _task_models(self.task)[config.model_type]
+            config.architectures = [names] if isinstance(names, str) else list(names[:1])
         auto_class = getattr(transformers, self.task.auto_class)
-        model: torch.nn.Module = auto_class.from_config(self._sized_config(size), **options)
+        model: torch.nn.Module = auto_class.from_config(config, **options)
         return model
 
     def make_batch(self, size: str = "full") -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from memfit.core.workload import Workload
 
 SMALL_BATCH, SMALL_SIZE = 2, 64
 # Networks whose last features vanish at 64 pixels.
-_SMALLEST = {"inception_v3": 160}
+_SMALLEST = {"inception_v3": 224}
 _AUXILIARY_WEIGHT = 0.3
 _OWN_KEYS = ("batch", "size", "dtype", "optimizer", "num_classes")
 
@@ -109,7 +109,7 @@ def _check_builder_settings(models: Any, name: str, settings: Mapping[str, str])
             known |= {key for key, p in inspect.signature(network.__init__).parameters.items() if p.default is not p.empty}
     for key in settings:
         if key not in known:
-            raise UsageError(f"{key!r} is no setting of {name}{suggestion(key, [*_OWN_KEYS, *sorted(known)])}")
+            raise UsageError(f"{key!r} is no setting of {name}{suggestion(key, dict.fromkeys([*_OWN_KEYS, *sorted(known)]))}")
 
 
 def _models() -> Any:

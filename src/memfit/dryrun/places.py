@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 import traceback
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from memfit.core.errors import WorkloadFailed
 
 _MEMFIT = str(Path(__file__).resolve().parents[1]) + os.sep
 _MESSAGE_LIMIT = 2000
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 @cache
@@ -25,7 +28,12 @@ def _library_folders() -> tuple[str, ...]:
 
 def is_user_file(filename: str) -> bool:
     """Whether ``filename`` is code of the user's: neither memfit's, nor installed, nor the standard library's."""
-    return not filename.startswith(_library_folders()) and not filename.startswith("<")
+    return not filename.startswith(_library_folders()) and not filename.startswith("<frozen")
+
+
+def has_user_frame(error: BaseException) -> bool:
+    """Whether any code of the user's was running when ``error`` was raised."""
+    return any(is_user_file(frame.filename) for frame in traceback.extract_tb(error.__traceback__)[1:])
 
 
 def user_place(error: BaseException) -> str:
@@ -40,8 +48,23 @@ def user_place(error: BaseException) -> str:
 
 def workload_failed(error: BaseException, doing: str) -> WorkloadFailed:
     """The error that tells that the user's code raised ``error``: what was being done, its type, text, file and line."""
-    text = str(error).strip() or "no message"
-    if isinstance(error, SyntaxError):
-        text = error.msg
+    text = error.msg if isinstance(error, SyntaxError) else str(error).strip() or "no message"
     shown = text if len(text) <= _MESSAGE_LIMIT else text[:_MESSAGE_LIMIT] + " …"
     return WorkloadFailed(f"{doing} raised {type(error).__name__}: {shown} ({user_place(error)})")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is torch's report that the device has no memory left."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def oom_value(error: BaseException) -> dict[str, Any]:
+    """An out-of-memory error as a value.
+
+    Its keys: ``message``; ``requested_bytes``, as exact as the text gives them, or ``None``; ``where``.
+    """
+    text = str(error)
+    asked = re.search(r"Tried to allocate (\d+(?:\.\d+)?) (bytes|[KMGT]iB)", text)
+    requested = round(float(asked[1]) * _UNITS[asked[2]]) if asked else None
+    return {"message": text, "requested_bytes": requested, "where": user_place(error)}
