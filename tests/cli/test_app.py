@@ -14,7 +14,9 @@ HEAVY = ("torch", "matplotlib", "pydantic", "scipy", "numpy")
 
 def run_memfit(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from memfit.cli import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+    )
 
 
 def ends_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -70,7 +72,8 @@ def test_unknown_option_is_a_usage_error(capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(UsageError("no GPU 'x'"), 2), (InputError("a.bin: not a trace"), 5), (CannotRunHere("no cc"), 6)]
+    ("error", "code"),
+    [(UsageError("no GPU 'x'"), 2), (InputError("a.bin: not a trace"), 5), (CannotRunHere("no cc"), 6)],
 )
 def test_errors_of_ours_are_one_line_and_their_code(error, code, monkeypatch, capsys):
     assert ends_with(error, monkeypatch) == code
@@ -103,6 +106,8 @@ def test_every_row_of_the_table_has_help():
 
 
 def test_a_reader_that_leaves_is_no_error():
-    script = f"{sys.executable} -c 'import sys; from memfit.cli import main; sys.exit(main())' --help | head -n 1"
+    script = (
+        f"{sys.executable} -c 'import sys; from memfit.cli import main; sys.exit(main())' --help | head -n 1"
+    )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""

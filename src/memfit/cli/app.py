@@ -89,7 +89,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = typer.main.get_command(app).main(words, prog_name="memfit", standalone_mode=False)
         sys.stdout.flush()
-        return int(code or 0)
+        # typer turns a KeyboardInterrupt into this code by itself.
+        return _fail("interrupted", EXIT_INTERRUPTED) if code == EXIT_INTERRUPTED else int(code or 0)
     except MemfitError as error:
         return _fail(str(error), error.exit_code)
     except TyperException as error:
@@ -98,7 +99,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         return _leave_quietly()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # the last resort: said in one line, shown whole when asked
         if os.environ.get("MEMFIT_DEBUG"):
             traceback.print_exc()
         hint = "this is a bug in memfit; MEMFIT_DEBUG=1 shows the traceback"

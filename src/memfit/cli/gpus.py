@@ -10,7 +10,9 @@ from memfit.cli.console import print_json, stdout
 
 
 def gpus(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with the source of each figure.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, with the source of each figure.")
+    ] = False,
 ) -> int:
     """List the GPUs that memfit knows by name.
 

@@ -53,7 +53,12 @@ class Account:
 
     @classmethod
     def of(
-        cls, peaks: Peaks, *, context_bytes: int, device_total_bytes: int | None = None, capacity_bytes: int | None = None
+        cls,
+        peaks: Peaks,
+        *,
+        context_bytes: int,
+        device_total_bytes: int | None = None,
+        capacity_bytes: int | None = None,
     ) -> Account:
         """The account of one run.
 

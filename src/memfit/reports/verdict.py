@@ -1,0 +1,151 @@
+"""The sentences of a fit: what fits or does not and why, what it costs, how it was checked, what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memfit.core.units import format_bytes, format_seconds
+from memfit.planning.figures import StepFigures
+from memfit.planning.plan import FitResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One statement, and whether it is good news (``None``: neither)."""
+
+    good: bool | None
+    text: str
+
+
+def verdicts(result: FitResult) -> tuple[Verdict, ...]:
+    """Does the plain step fit, does the planned one: which number against which."""
+    plain = Verdict(
+        good=result.plain_fits, text=_fit_sentence("The plain step", result.plain, result.plain_fits, result)
+    )
+    if result.plain_fits and not result.techniques:
+        return (plain, Verdict(good=True, text="Nothing needs to change: plain training is the plan."))
+    if result.planned is None:
+        return (plain, Verdict(good=False, text=no_plan(result)))
+    planned = _fit_sentence("The planned step", result.planned, result.fits, result)
+    return (plain, Verdict(good=result.fits, text=f"{planned} This was measured by {_instrument(result)}."))
+
+
+def _fit_sentence(subject: str, figures: StepFigures, fits: bool, result: FitResult) -> str:
+    reserved, budget = figures.peak_reserved_bytes, result.budget_bytes
+    against = f"reserves {format_bytes(reserved)} against a budget of {format_bytes(budget)}"
+    if fits:
+        return f"{subject} fits: it {against}, {format_bytes(budget - reserved)} to spare."
+    if reserved > budget:
+        return f"{subject} does not fit: it {against}, {format_bytes(reserved - budget)} too much."
+    total = result.context_bytes + reserved
+    return f"{subject} does not fit: it {against}, but takes {format_bytes(total)} of the device with the CUDA context."
+
+
+def _instrument(result: FitResult) -> str:
+    if result.engine == "dryrun":
+        return "a dry run of the planned step itself"
+    return "the portable engine (the planned step on meta tensors, with PyTorch's allocator simulated)"
+
+
+def no_plan(result: FitResult) -> str:
+    """Why there is no plan, and what would be enough."""
+    text = (
+        f"No plan of exactness {result.exactness!r} that was tried fits {format_bytes(result.budget_bytes)}"
+    )
+    if result.least_budget_bytes is None:
+        return f"{text}."
+    return f"{text}; the least budget that would do is {format_bytes(result.least_budget_bytes)}."
+
+
+def next_steps(result: FitResult, *, allow: str) -> tuple[str, ...]:
+    """What can be changed where no plan fits."""
+    steps = []
+    if result.least_budget_bytes is not None:
+        steps.append(f"raise the budget: --budget {_budget_text(result.least_budget_bytes)}")
+    looser = {"exact": ("reordered", "approximate"), "reordered": ("approximate",)}.get(allow, ())
+    if looser:
+        steps.append(f"allow more: --allow {looser[0]} (now {allow})")
+    return (*steps, "use a smaller batch or sequence, or a GPU with more memory (memfit gpus)")
+
+
+def _budget_text(size_bytes: int) -> str:
+    """A budget as one would type it: MiB, rounded up so that it is enough."""
+    return f"{-(-size_bytes // 2**20)}MiB"
+
+
+def time_change_percent(result: FitResult) -> float | None:
+    """By how much the planned step is predicted to take longer than the plain one, in percent."""
+    if result.planned is None or not result.plain.step_seconds:
+        return None
+    return 100.0 * (result.planned.step_seconds / result.plain.step_seconds - 1.0)
+
+
+def cost(result: FitResult) -> str:
+    """What the plan costs in time, against the least that it could cost."""
+    change = time_change_percent(result)
+    if result.planned is None or change is None:
+        return ""
+    times = (
+        f"{format_seconds(result.plain.step_seconds)} → {format_seconds(result.planned.step_seconds)} a step"
+    )
+    text = f"Predicted time: {times} ({signed_percent(change)})"
+    if result.recompute_percent:
+        text += (
+            f"; {result.recompute_percent:.1f} % of the plain step's time goes into computing things again"
+        )
+    return f"{text}.{_bound(result)}"
+
+
+def _bound(result: FitResult) -> str:
+    if result.lower_bound_percent is None:
+        return ""
+    return f" No plan that keeps or recomputes can need less than {result.lower_bound_percent:.1f} % within this budget."
+
+
+def signed_percent(value: float) -> str:
+    """``"+6.3 %"``, ``"−1.2 %"``, ``"±0.0 %"``."""
+    sign = "±" if abs(value) < 0.05 else "+" if value > 0 else "−"
+    return f"{sign}{abs(value):.1f} %"
+
+
+def verification(result: FitResult) -> Verdict:
+    """What running plain and planned steps for real showed."""
+    verified = result.verified
+    if result.planned is None or not result.techniques:
+        return Verdict(good=None, text="Nothing to verify: the model is not changed.")
+    if verified is None:
+        return Verdict(good=None, text="Not verified: it was not asked for (--no-verify).")
+    if verified.passed is None:
+        return Verdict(good=None, text=f"Not verified: {verified.reason}.")
+    where = f"{verified.steps} real optimizer steps on {verified.device}, {verified.scale or 'full size'}"
+    if not verified.passed:
+        return Verdict(
+            good=False, text=f"Not the same ({where}): {'; '.join(verified.differences) or verified.reason}."
+        )
+    if verified.bitwise:
+        return Verdict(
+            good=True,
+            text=f"Bitwise equal to plain training: loss, gradients, buffers, random state ({where}).",
+        )
+    error = verified.max_relative_error or 0.0
+    limit = f"largest relative difference {error:.1e}, allowed {verified.tolerance:.1e}"
+    return Verdict(good=True, text=f"Equal to plain training within tolerance: {limit} ({where}).")
+
+
+def apply_lines(result: FitResult, plan_path: str) -> tuple[str, ...]:
+    """The two lines that a training script needs; two more where the plan cuts the batch."""
+    lines = (f"plan = memfit.Plan.load({plan_path!r})", "plan.apply(model, optimizer)")
+    if not any(settings["technique"] == "micro_batching" for settings in result.techniques):
+        return lines
+    return (
+        *lines,
+        "for part, weight in plan.micro_batches(batch):",
+        "    (loss(model, part) * weight).backward()",
+    )
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """A command as it can be typed again."""
+    return shlex.join(words)

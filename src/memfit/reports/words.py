@@ -1,0 +1,170 @@
+"""A plan in words: what each technique does to which part of the model, one row each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Settings = Mapping[str, Any]
+
+EXACTNESS_WORDS: Mapping[str, str] = {
+    "exact": "gradients, buffers and random numbers bitwise equal to plain training",
+    "reordered": "the same mathematics in another floating-point order",
+    "approximate": "an error that is stated and bounded",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One row of the plan.
+
+    Attributes:
+        where: the part of the model, ``"transformer.h.0–7 (8 blocks)"`` or ``"loss"``.
+        keeps: what stays in memory between forward and backward there, or how that part runs.
+        recomputes: what is computed again during backward; empty where nothing is.
+    """
+
+    where: str
+    keeps: str
+    recomputes: str = ""
+
+
+def plan_rows(techniques: Sequence[Settings]) -> tuple[PlanRow, ...]:
+    """The rows of a plan, technique by technique, in the order in which they are applied."""
+    rows: list[PlanRow] = []
+    for settings in techniques:
+        describe = _DESCRIBE.get(settings["technique"], _unknown)
+        rows.extend(describe(settings))
+    return tuple(rows)
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """``"1 block"``, ``"12 blocks"``."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def block_ranges(names: Iterable[str]) -> str:
+    """Blocks of a chain in short: ``h.0, h.1, h.2, h.5`` → ``"h.0–2, 5"``; other names are listed."""
+    chains: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
+        prefix, number, suffix = match.groups() if match else (name, "-1", "")
+        chains.setdefault((prefix, suffix), []).append(int(number))
+    return ", ".join(_chain(prefix, suffix, sorted(numbers)) for (prefix, suffix), numbers in chains.items())
+
+
+def _chain(prefix: str, suffix: str, numbers: list[int]) -> str:
+    if numbers == [-1]:
+        return prefix
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return (
+        prefix + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs) + suffix
+    )
+
+
+def saved_in_words(saved: Sequence[str]) -> str:
+    """What a block keeps: ``("linear:0", "linear:3", "attention")`` → ``"linear 1 and 4, attention"``."""
+    kinds: dict[str, list[int]] = {}
+    for name in saved:
+        kind, _, ordinal = name.partition(":")
+        kinds.setdefault(kind, []).extend([int(ordinal) + 1] if ordinal.isdigit() else [])
+    return ", ".join(
+        f"{kind.replace('_', ' ')} {_and(sorted(places))}".strip() for kind, places in kinds.items()
+    )
+
+
+def _and(numbers: Sequence[int]) -> str:
+    texts = [str(number) for number in numbers]
+    return " and ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
+
+
+def _checkpointing(settings: Settings) -> list[PlanRow]:
+    blocks: Mapping[str, Sequence[str]] | None = settings.get("blocks")
+    if blocks is None:
+        return [_every_kth(settings)]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, saved in blocks.items():
+        groups.setdefault(tuple(saved), []).append(name)
+    return [_group(names, saved) for saved, names in groups.items()]
+
+
+def _group(names: Sequence[str], saved: Sequence[str]) -> PlanRow:
+    keeps = "its input" if not saved else f"its input, and the outputs of {saved_in_words(saved)}"
+    return PlanRow(
+        where=f"{block_ranges(names)} ({count(len(names), 'block')})",
+        keeps=keeps,
+        recomputes="everything else" if saved else "the whole block",
+    )
+
+
+def _every_kth(settings: Settings) -> PlanRow:
+    every = settings.get("checkpoint_frequency") or 1
+    saved = tuple(settings.get("save") or ())
+    where = (
+        "every block"
+        if every == 1
+        else f"every {every}th block"
+        if every > 3
+        else f"every {('', '', '2nd', '3rd')[every]} block"
+    )
+    return PlanRow(
+        where=where,
+        keeps="its input" if not saved else f"its input, and the outputs of {saved_in_words(saved)}",
+        recomputes="everything else" if saved else "the whole block",
+    )
+
+
+def _chunked_loss(settings: Settings) -> list[PlanRow]:
+    chunks = settings.get("chunks", 8)
+    return [
+        PlanRow(
+            where="the loss",
+            keeps=f"logits of one of {chunks} chunks of the tokens at a time",
+            recomputes="the last linear layer, chunk by chunk" if settings.get("recompute", False) else "",
+        )
+    ]
+
+
+def _micro_batching(settings: Settings) -> list[PlanRow]:
+    parts = settings.get("micro_batches", 2)
+    return [
+        PlanRow(
+            where="the batch",
+            keeps=f"{count(parts, 'micro-batch', 'micro-batches')} one after another, gradients added up",
+        )
+    ]
+
+
+_OPTIMIZERS = {
+    "fused": "one fused kernel: no temporary copies of the parameters in step()",
+    "foreach": "many tensors at a time: fast, with temporaries as large as the parameters",
+    "for-loop": "one tensor at a time: the fewest temporaries, slower",
+}
+
+
+def _optimizer(settings: Settings) -> list[PlanRow]:
+    implementation = str(settings.get("implementation"))
+    return [PlanRow(where="the optimizer", keeps=_OPTIMIZERS.get(implementation, implementation))]
+
+
+def _unknown(settings: Settings) -> list[PlanRow]:
+    rest = {key: value for key, value in settings.items() if key != "technique"}
+    return [
+        PlanRow(where=str(settings["technique"]).replace("_", " "), keeps=json.dumps(rest, sort_keys=True))
+    ]
+
+
+_DESCRIBE: Mapping[str, Callable[[Settings], list[PlanRow]]] = {
+    "gradient_checkpointing": _checkpointing,
+    "chunked_cross_entropy": _chunked_loss,
+    "micro_batching": _micro_batching,
+    "optimizer_implementation": _optimizer,
+}
