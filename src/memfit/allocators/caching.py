@@ -351,9 +351,9 @@ class CachingAllocator(BaseAllocator):
     def _process_events(self) -> None:
         done = [chunk for chunk, is_done in self._pending if is_done]
         self._pending = [entry for entry in self._pending if not entry[1]]
-        # PyTorch walks its streams one by one and frees a block at the last that used it; the newest comes first.
-        # The order shows in nothing but the running count of inactive_split.
-        done.sort(key=lambda chunk: -min(chunk.streams or {0}))
+        # PyTorch walks a table of streams and frees a block at the last one that used it: the default stream first,
+        # then the newest. The order shows in nothing but the peak and the running count of inactive_split.
+        done.sort(key=lambda chunk: max(-stream if stream else -(1 << 62) for stream in chunk.streams or {0}))
         for chunk in done:
             if self.rising:
                 self.stats_book.note_peaks()
@@ -447,13 +447,17 @@ class CachingAllocator(BaseAllocator):
         wanted = max(size, self._max_split)
         index = bisect_left(home.keys, wanted << ORDER_BITS)
         if index < len(home.keys):
-            self._give_back(home.chunks[home.keys[index]])
-            return True
+            chunk = home.chunks[home.keys[index]]
+            if not chunk.region.page_bytes:
+                self._give_back(chunk)
+            return not chunk.region.page_bytes
         freed = 0
-        while home.keys and freed < wanted and home.keys[-1] >> ORDER_BITS >= self._max_split:
-            chunk = home.chunks[home.keys[-1]]
-            freed += chunk.size
-            self._give_back(chunk)
+        for chunk in reversed(home.in_order()):
+            if freed >= wanted or chunk.size < self._max_split:
+                break
+            if not chunk.region.page_bytes:
+                freed += chunk.size
+                self._give_back(chunk)
         return freed >= wanted
 
     def _flush(self, home: FreeList, size: int) -> bool:
