@@ -43,8 +43,7 @@ class Plan:
     @property
     def micro_batch_count(self) -> int:
         """Into how many micro-batches the plan cuts a batch; 1 when it does not."""
-        counts = [int(s["micro_batches"]) for s in self.techniques if s["technique"] == "micro_batching"]
-        return counts[0] if counts else 1
+        return micro_batch_count(self.techniques)
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, with ``schema_version``."""
@@ -149,7 +148,7 @@ class Plan:
         from memfit.capture.step import split_batch
 
         parts = list(split_batch(batch, self.micro_batch_count))
-        weights = [float((loss_weight or _samples)(part)) for part in parts]
+        weights = [float((loss_weight or sample_count)(part)) for part in parts]
         total = sum(weights) or 1.0
         for part, weight in zip(parts, weights, strict=True):
             yield part, weight / total
@@ -171,7 +170,12 @@ def apply_settings(techniques: Sequence[Settings], model: Any, optimizer: Any = 
         raise
 
 
-def _samples(batch: Any) -> int:
+def micro_batch_count(techniques: Sequence[Settings]) -> int:
+    """Into how many micro-batches these techniques cut a batch; 1 when they do not."""
+    return next((int(s.get("micro_batches", 2)) for s in techniques if s["technique"] == "micro_batching"), 1)
+
+
+def sample_count(batch: Any) -> int:
     """The size of dimension 0, which all tensors of a batch share."""
     from torch.utils._pytree import tree_leaves
 
