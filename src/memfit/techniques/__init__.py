@@ -1,0 +1,53 @@
+"""Changes to how a training step runs: one file each, all of one form.
+
+A technique is its settings; ``apply`` changes the model in place and ``undo`` takes the last change back. ``TECHNIQUES``
+is the table of them all; ``technique_from_settings`` reads their JSON form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memfit.core.errors import UsageError
+from memfit.techniques.base import (
+    EXACTNESS_ORDER,
+    Exactness,
+    Technique,
+    allowed,
+    applied_techniques,
+    undo,
+    undo_all,
+    weakest,
+)
+from memfit.techniques.gradient_checkpointing import GradientCheckpointing
+
+TECHNIQUES: Mapping[str, type[Technique]] = {
+    technique.name: technique for technique in (GradientCheckpointing,)
+}
+
+__all__ = [
+    "EXACTNESS_ORDER",
+    "TECHNIQUES",
+    "Exactness",
+    "GradientCheckpointing",
+    "Technique",
+    "allowed",
+    "applied_techniques",
+    "technique_from_settings",
+    "undo",
+    "undo_all",
+    "weakest",
+]
+
+
+def technique_from_settings(settings: Mapping[str, Any]) -> Technique:
+    """The technique that a JSON object like ``{"technique": "micro_batching", "micro_batches": 4}`` describes.
+
+    Raises:
+        UsageError: no such technique, an unknown key, or a value that the technique refuses.
+    """
+    name = settings.get("technique") if isinstance(settings, Mapping) else None
+    if name not in TECHNIQUES:
+        raise UsageError(f"no technique is called {name!r}; there are {', '.join(TECHNIQUES)}")
+    return TECHNIQUES[str(name)].from_settings(settings)
