@@ -35,9 +35,11 @@ class Op:
         mutates: ids of the storages it writes in place.
         is_view: makes no storage and moves no bytes.
         random: draws from the device's generator.
-        flops: floating-point operations of matrix products, convolutions and attention; 0 for everything else.
+        flops: floating-point operations of matrix products, convolutions and attention; 0 for everything else. Counted as
+            `torch.utils.flop_counter` does: causal attention counts the whole square.
+        work: the share of ``flops`` that the kernel really does: 0.5 for causal attention, which skips half of the square.
         bytes_moved: bytes read and written once each; 0 for views.
-        dtype: of its first floating-point operand (``"float32"``), or of its first one.
+        dtype: the type that it computes in: that of its first floating-point operand, or ``"tf32"``.
     """
 
     index: int
@@ -50,6 +52,7 @@ class Op:
     is_view: bool = False
     random: bool = False
     flops: int = 0
+    work: float = 1.0
     bytes_moved: int = 0
     dtype: str = "float32"
 
