@@ -1,0 +1,181 @@
+"""Where plans are tried: the oracle's interface, and a bench over it that remembers what was tried.
+
+An oracle runs the step with a plan applied and says what it needs; there are two, the dry run and the portable engine
+(see `memfit.planning.oracle`), and tests have one of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from memfit.capture.costs import op_seconds
+from memfit.capture.graph import StepGraph
+from memfit.core.devices import GPU
+from memfit.planning.figures import Candidate, Settings, StepFigures
+from memfit.planning.schedules import Lever, Saves, checkpointing
+from memfit.techniques.base import Exactness
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the search must know of a model: its blocks, its batch, and what else can be done to it, how exactly.
+
+    A technique whose exactness is None cannot be applied to this model.
+    """
+
+    blocks: tuple[str, ...]
+    samples: int
+    chunked_loss: Exactness | None = None
+    micro_batching: Exactness | None = None
+    implementations: Mapping[str, Exactness] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelFacts:
+        """Reads what `memfit.planning.evaluate.Session.facts` wrote."""
+        return cls(**{**data, "blocks": tuple(data["blocks"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """What a quick evaluation measures, in bytes. ``failure`` says why a plan could not be applied or run."""
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Final:
+    """What a fresh process measured over three real steps with a plan."""
+
+    figures: StepFigures
+    value_reads: tuple[Any, ...] = ()
+    not_modelled: tuple[str, ...] = ()
+    torch: str | None = None
+
+
+class Oracle(Protocol):
+    """Runs the workload's step with techniques applied."""
+
+    engine: str
+    engine_reason: str | None
+
+    def facts(self) -> ModelFacts:
+        """The model's blocks and what can be done to it."""
+        ...
+
+    def graph(self, techniques: Sequence[Settings]) -> StepGraph:
+        """The captured step."""
+        ...
+
+    def evaluate(self, techniques: Sequence[Settings]) -> Peaks:
+        """The peaks of the step, quickly."""
+        ...
+
+    def final(self, techniques: Sequence[Settings], *, trace: str | None = None) -> Final:
+        """The peaks in a process of its own; keeps a trace under that name when one is given."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """One plan that was evaluated: a lever and what each block keeps, with predicted seconds and measured peaks."""
+
+    name: str
+    lever: Lever
+    schedule: tuple[Saves, ...]
+    techniques: tuple[Settings, ...]
+    seconds: float
+    peaks: Peaks
+    named: bool
+    final: Final | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for equal techniques."""
+        return settings_key(self.techniques)
+
+    def candidate(self, plain_seconds: float, budget_bytes: int) -> Candidate:
+        """The row of the time–memory front."""
+        if self.final is not None:
+            figures = self.final.figures
+        else:
+            figures = StepFigures(
+                peak_requested_bytes=self.peaks.requested_bytes,
+                peak_allocated_bytes=self.peaks.allocated_bytes,
+                peak_reserved_bytes=self.peaks.reserved_bytes,
+                step_seconds=self.seconds,
+            )
+        return Candidate(
+            name=self.name,
+            techniques=self.techniques,
+            exactness=self.lever.exactness,
+            figures=figures,
+            recompute_percent=100.0 * (figures.step_seconds / plain_seconds - 1.0),
+            measured_by="session" if self.final is None else "fresh",
+            fits=None if self.final is None else figures.peak_reserved_bytes <= budget_bytes,
+        )
+
+
+def settings_key(techniques: Sequence[Settings]) -> str:
+    """One text for techniques that are the same."""
+    return json.dumps(list(techniques), sort_keys=True)
+
+
+class Bench:
+    """An oracle with memory: each plan is run once per way of measuring, and everything tried is kept.
+
+    Attributes:
+        tries: by `Try.key`, in the order in which they were first tried.
+    """
+
+    def __init__(self, oracle: Oracle, gpu: GPU, blocks: Sequence[str]) -> None:
+        self.oracle = oracle
+        self.gpu = gpu
+        self.blocks = tuple(blocks)
+        self.tries: dict[str, Try] = {}
+        self.evaluations = 0
+
+    def seconds(self, graph: StepGraph) -> list[float]:
+        """Predicted seconds of each operator of a graph."""
+        return [op_seconds(op, self.gpu) for op in graph.ops]
+
+    def techniques(self, lever: Lever, schedule: Sequence[Saves]) -> tuple[Settings, ...]:
+        """The settings of a plan: checkpointing first, as it goes by the model as built."""
+        return (*checkpointing(self.blocks, schedule), *lever.settings)
+
+    def evaluate(
+        self, name: str, lever: Lever, schedule: Sequence[Saves], seconds: float, *, named: bool = False
+    ) -> Try:
+        """The quick peaks of a plan; from memory when it was tried before."""
+        techniques = self.techniques(lever, schedule)
+        key = settings_key(techniques)
+        known = self.tries.get(key)
+        if known is None:
+            self.evaluations += 1
+            known = Try(
+                name=name,
+                lever=lever,
+                schedule=tuple(schedule),
+                techniques=techniques,
+                seconds=seconds,
+                peaks=self.oracle.evaluate(techniques),
+                named=named,
+            )
+            self.tries[key] = known
+        elif named and not known.named:
+            known = self.tries[key] = replace(known, name=name, named=True)
+        return known
+
+    def finish(self, tried: Try) -> Try:
+        """The same plan measured in a process of its own."""
+        known = self.tries[tried.key]
+        if known.final is None:
+            self.evaluations += 1
+            known = replace(known, final=self.oracle.final(known.techniques))
+            self.tries[known.key] = known
+        return known

@@ -1,0 +1,144 @@
+"""Solve, run, tighten: makes the solver's sums meet what the allocator really reserves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memfit.planning.bench import Bench, Try
+from memfit.planning.problem import Option, Problem
+from memfit.planning.problems import schedule_of
+from memfit.planning.schedules import Lever
+from memfit.planning.solve import solve
+
+ROUNDS = 4
+SLACK_SHARE = 0.01
+"""Where a plan leaves more than this part of the budget unused, the next round may use more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeverProblem:
+    """One lever's problem, and the seconds of its step with every block plain."""
+
+    lever: Lever
+    problem: Problem
+    base_seconds: float
+
+
+class Refiner:
+    """Plans under one lever for one budget, tried on the bench.
+
+    Args:
+        bench: where they are tried.
+        case: the lever and its problem.
+        budget_bytes: for the reserved peak.
+    """
+
+    def __init__(self, bench: Bench, case: LeverProblem, budget_bytes: int) -> None:
+        self.bench = bench
+        self.case = case
+        self.budget_bytes = budget_bytes
+
+    def tighten(self, allowance_bytes: int) -> list[Try]:
+        """Solves for ``allowance_bytes`` in the solver's own sums, runs the plan, and corrects the allowance by what it missed.
+
+        Ends when a plan fits with little slack, when nothing more can be solved, or after some rounds. Returns what was
+        tried, the last one last.
+        """
+        tried: list[Try] = []
+        fitting, failing = 0, 0  # allowances known to fit, and not to
+        for _ in range(ROUNDS):
+            attempt = self._attempt(allowance_bytes)
+            if attempt is None:
+                break
+            tried.append(attempt)
+            over = attempt.peaks.reserved_bytes - self.budget_bytes
+            if over > 0:
+                failing = min(failing, allowance_bytes) if failing else allowance_bytes
+                allowance_bytes -= max(over, int(0.002 * self.budget_bytes))
+                if allowance_bytes <= fitting:
+                    break
+            else:
+                fitting = max(fitting, allowance_bytes)
+                if -over <= SLACK_SHARE * self.budget_bytes or attempt.seconds <= self.case.base_seconds:
+                    break
+                allowance_bytes -= over
+                if failing:
+                    allowance_bytes = min(allowance_bytes, (fitting + failing) // 2)
+        return tried
+
+    def _attempt(self, allowance_bytes: int) -> Try | None:
+        solution = solve(self.case.problem, allowance_bytes)
+        return None if solution is None else self._try(solution.choice)
+
+    def _try(self, choice: Sequence[int]) -> Try:
+        seconds = self.case.base_seconds + self.case.problem.recompute_seconds(choice)
+        return self.bench.evaluate(
+            "planned", self.case.lever, schedule_of(self.case.problem, choice), seconds
+        )
+
+    def improve(self, start: Try, limit: int) -> list[Try]:
+        """Local search on the bench: gives one block after another a cheaper option, as long as the step still fits.
+
+        Among blocks that are alike and keep the same, only the first and the last of each run are tried.
+        """
+        table = self.case.problem.option_table()
+        choice = _choice_of(start, table)
+        if choice is None:
+            return []
+        tried: list[Try] = []
+        last = self.bench.evaluations + limit
+        moved = True
+        while moved:
+            moved = False
+            for position, number in self._moves(choice, table):
+                if self.bench.evaluations >= last:
+                    return tried
+                attempt = self._try([*choice[:position], number, *choice[position + 1 :]])
+                tried.append(attempt)
+                if attempt.peaks.failure is None and attempt.peaks.reserved_bytes <= self.budget_bytes:
+                    choice[position] = number
+                    moved = True
+                    break
+        return tried
+
+    def _moves(self, choice: Sequence[int], table: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
+        """Single changes that save time, the largest saving first."""
+        moves = []
+        for block_class in self.case.problem.classes:
+            positions = block_class.positions
+            for place, position in enumerate(positions):
+                if _inside_a_run(positions, place, choice):
+                    continue
+                now = table[position][choice[position]]
+                for number, option in enumerate(table[position]):
+                    gain = now.recompute_seconds - option.recompute_seconds
+                    if gain > 0:
+                        moves.append((-gain, position, number))
+        return [(position, number) for _, position, number in sorted(moves)]
+
+    def least(self) -> Try:
+        """The plan that keeps as little as the options allow."""
+        table = self.case.problem.option_table()
+        return self._try(
+            [min(range(len(options)), key=lambda n, o=options: o[n].saved_bytes) for options in table]
+        )
+
+
+def _inside_a_run(positions: Sequence[int], place: int, choice: Sequence[int]) -> bool:
+    """Whether both neighbours in the class keep the same as this block."""
+    if place in (0, len(positions) - 1):
+        return False
+    here = choice[positions[place]]
+    return choice[positions[place - 1]] == here == choice[positions[place + 1]]
+
+
+def _choice_of(tried: Try, table: Sequence[Sequence[Option]]) -> list[int] | None:
+    """The option numbers of a schedule; None when it keeps something that is not among the options."""
+    choice = []
+    for saves, options in zip(tried.schedule, table, strict=True):
+        number = next((n for n, option in enumerate(options) if option.saves == saves), None)
+        if number is None:
+            return None
+        choice.append(number)
+    return choice
