@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.cli.output import check_output, write_output
+from memfit.cli.output import check_output
 from memfit.core.errors import UsageError
 
 
@@ -40,17 +40,3 @@ def test_a_folder_is_not_a_file(tmp_path):
 def test_a_folder_that_refuses_is_named_with_the_reason():
     with pytest.raises(UsageError, match="cannot write in /proc"):
         check(Path("/proc/report.html"))
-
-
-def test_writing_replaces_the_whole_file_and_leaves_no_other(tmp_path):
-    target = tmp_path / "plan.json"
-    target.write_text("old")
-    write_output(target, "new")
-    assert target.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_failed_write_keeps_the_old_file(tmp_path):
-    target = tmp_path / "gone" / "plan.json"
-    with pytest.raises(UsageError, match="cannot write"):
-        write_output(target, b"new")

@@ -9,26 +9,35 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 WIDEST_COLUMNS = 110
 PLAIN_COLUMNS = 100
+NARROWEST_COLUMNS = 40
 
 Progress = Callable[..., None]
 """``progress(text, done=None, total=None)``: what is being done now, and how far it has come."""
 
 
-def stdout() -> Console:
-    """The console for results. Rich obeys NO_COLOR, FORCE_COLOR and TERM=dumb by itself."""
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=False)
-    console.width = min(console.width, WIDEST_COLUMNS) if console.is_terminal else _plain_columns()
-    return console
+def show(renderable: RenderableType) -> None:
+    """Print a result: in colour on a terminal, as plain text without trailing blanks anywhere else.
+
+    Rich obeys NO_COLOR, FORCE_COLOR and TERM=dumb by itself.
+    """
+    console = Console(file=sys.stdout, highlight=False)
+    if console.is_terminal:
+        console.width = min(console.width, WIDEST_COLUMNS)
+        console.print(renderable)
+    else:
+        from memfit.reports.text import to_text
+
+        sys.stdout.write(to_text(renderable, width=_plain_columns()))
 
 
 def _plain_columns() -> int:
     """A pipe or a file has no width; COLUMNS still counts, as it does for other tools."""
     text = os.environ.get("COLUMNS", "")
-    return int(text) if text.isdigit() and int(text) >= 40 else PLAIN_COLUMNS
+    return int(text) if text.isdigit() and int(text) >= NARROWEST_COLUMNS else PLAIN_COLUMNS
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -45,7 +54,7 @@ def progress(*, quiet: bool = False) -> Iterator[Progress]:
         return
     with console.status("starting", spinner="dots") as status:
 
-        def show(text: str, done: int | None = None, total: int | None = None) -> None:
+        def update(text: str, done: int | None = None, total: int | None = None) -> None:
             status.update(f"{text} ({done}/{total})" if total else text)
 
-        yield show
+        yield update

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memfit.cli.console import print_json, stdout
+from memfit.cli.console import print_json, show
 
 
 def gpus(
@@ -23,5 +23,5 @@ def gpus(
     if as_json:
         print_json(catalogue.catalogue_json())
     else:
-        stdout().print(catalogue.catalogue_table())
+        show(catalogue.catalogue_table())
     return 0

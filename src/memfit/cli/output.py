@@ -1,9 +1,7 @@
-"""Files that a command writes: checked before the long work begins, and complete or not there at all."""
+"""Files that a command will write: checked before the long work begins. `core.files` writes them."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import tempfile
 from pathlib import Path
 
@@ -39,21 +37,3 @@ def check_folder(folder: Path, *, option: str) -> None:
             pass
     except OSError as error:
         raise UsageError(f"{option}: cannot write in {folder}: {error.strerror}") from error
-
-
-def write_output(path: Path, content: str | bytes) -> None:
-    """Write `path` by a temporary name beside it, so that a reader never sees half a file.
-
-    Raises:
-        UsageError: the disk is full, or the folder has gone or turned read-only since it was checked.
-    """
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()

@@ -215,10 +215,9 @@ def front_figure(report: FitReport) -> Figure | None:
     ):
         some = [(x, y) for candidate, x, y in points if candidate.fits is fits]
         if some:
-            hollow = "none" if fits is None else colour
-            axes.scatter(
-                *zip(*some, strict=True), s=26, color=hollow, edgecolor=colour, alpha=0.75, label=label
-            )
+            xs, ys = ([point[axis] for point in some] for axis in (0, 1))
+            inside = "none" if fits is None else colour
+            axes.scatter(xs, ys, s=26, color=inside, edgecolor=colour, alpha=0.75, label=label)
     _mark_chosen(axes, report, points)
     axes.axvline(
         result.budget_bytes / GIB, color=BUDGET, linestyle=(0, (5, 3)), linewidth=1.3, label="budget"
@@ -285,7 +284,8 @@ def render_figures(report: FitReport, *, kind: Literal["png", "svg"] = "png") ->
     import matplotlib as mpl
 
     # Styles count when the objects are made as well as when they are drawn.
-    with mpl.rc_context(dict(STYLE)):
+    style: Any = dict(STYLE)
+    with mpl.rc_context(style):
         figures = {name: draw(report) for name, draw in FIGURES.items()}
         return {name: _render(figure, kind) for name, figure in figures.items() if figure is not None}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ class StepSeries:
     @property
     def total(self) -> Points:
         """Live requested bytes at each point."""
-        return np.sum(list(self.by_category.values()), axis=0, dtype=np.int64)
+        total: Points = np.sum(list(self.by_category.values()), axis=0, dtype=np.int64)
+        return total
 
     @property
     def peak_bytes(self) -> int:
@@ -110,7 +112,7 @@ def _representatives(total: Points, points: int) -> Points:
         return np.arange(len(total), dtype=np.int64)
     edges = np.linspace(0, len(total), max(points // 2, 1) + 1).astype(np.int64)
     chosen = {0, len(total) - 1}
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in pairwise(edges):
         stretch = total[begin:end]
         chosen |= {int(begin + np.argmax(stretch)), int(begin + np.argmin(stretch))}
     return np.array(sorted(chosen), dtype=np.int64)

@@ -1,0 +1,208 @@
+"""`memfit fit`: from a workload and a budget to a plan that is checked, saved and shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memfit.cli.console import print_json, progress, show
+
+if TYPE_CHECKING:
+    from memfit.planning.plan import FitResult
+    from memfit.reports.report import FitReport
+
+EXIT_DOES_NOT_FIT = 4
+
+
+class Allow(StrEnum):
+    """How far a plan may move the results of training."""
+
+    exact = "exact"
+    reordered = "reordered"
+    approximate = "approximate"
+
+
+class EngineChoice(StrEnum):
+    """What measures the memory of a step."""
+
+    auto = "auto"
+    dryrun = "dryrun"
+    portable = "portable"
+
+
+def fit(
+    workload: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKLOAD",
+            help="What is trained: file.py:function (returns a memfit.Workload), hf:gpt2,batch=8,seq=1024 or "
+            "tv:resnet50,batch=32.",
+        ),
+    ],
+    gpu: Annotated[
+        str,
+        typer.Option("--gpu", metavar="GPU", help="A name from `memfit gpus`, or a description: 24GiB,sm89."),
+    ],
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget", help="How much PyTorch may reserve, like 8GiB. Default: what the GPU has to give."
+        ),
+    ] = None,
+    allow: Annotated[
+        Allow,
+        typer.Option(
+            metavar="GRADE",
+            help="How far results may differ from plain training: exact (bitwise equal), reordered, approximate.",
+        ),
+    ] = Allow.exact,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write the report as one HTML page.")
+    ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Save the plan, for Plan.load in a script."),
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", metavar="FOLDER", help="Write the report's figures as PNG into a folder."),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Run plain and planned steps on real values and compare."),
+    ] = True,
+    engine: Annotated[
+        EngineChoice,
+        typer.Option(
+            metavar="ENGINE",
+            help="What measures a step: dryrun (PyTorch's allocator on a made-up GPU), portable (anywhere), or auto.",
+        ),
+    ] = EngineChoice.auto,
+) -> int:
+    """Find the fastest way to train a workload within a memory budget, and prove it.
+
+    Exit code 0 when a plan fits, 4 when none does.
+    """
+    asked = Asked(
+        workload=workload, gpu=gpu, budget=budget, allow=allow, verify=verify, engine=engine,
+        report=report, plan_file=plan_file, png=png,
+    )  # fmt: skip
+    asked.check_outputs()
+    result = _search(asked, quiet=as_json)
+    written = _write(asked, result)
+    if as_json:
+        print_json({**result.to_json(), "files": {name: str(path) for name, path in written.items()}})
+    else:
+        _print(asked, result, written)
+    return 0 if result.fits else EXIT_DOES_NOT_FIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the user asked for."""
+
+    workload: str
+    gpu: str
+    budget: str | None
+    allow: Allow
+    verify: bool
+    engine: EngineChoice
+    report: Path | None
+    plan_file: Path | None
+    png: Path | None
+
+    def check_outputs(self) -> None:
+        """Every file can be written, which is checked before the long work. Raises UsageError."""
+        from memfit.cli.output import check_folder, check_output
+
+        check_output(self.report, option="--report", suffixes=(".html", ".htm"))
+        check_output(self.plan_file, option="--plan", suffixes=(".json",))
+        if self.png is not None:
+            check_folder(self.png, option=f"--png {self.png}")
+
+    def command(self) -> str:
+        """The command line that does the same again."""
+        from memfit.reports.verdict import shell_line
+
+        words = ["memfit", "fit", self.workload, "--gpu", self.gpu]
+        options = {
+            "--budget": self.budget,
+            "--allow": None if self.allow == Allow.exact else self.allow.value,
+            "--engine": None if self.engine == EngineChoice.auto else self.engine.value,
+            "--report": self.report,
+            "--plan": self.plan_file,
+        }
+        words += [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        return shell_line([*words, *([] if self.verify else ["--no-verify"])])
+
+
+def _search(asked: Asked, *, quiet: bool) -> FitResult:
+    """The long work: read the workload, plan, measure, verify."""
+    from memfit.core.devices import find_gpu
+    from memfit.core.units import parse_bytes
+
+    gpu = find_gpu(asked.gpu)
+    budget_bytes = None if asked.budget is None else parse_bytes(asked.budget, what="--budget")
+    with progress(quiet=quiet) as update:
+        update("reading the workload")
+        from memfit.planning import plan
+
+        return plan(
+            asked.workload,
+            gpu=gpu,
+            budget=budget_bytes,
+            allow=asked.allow.value,
+            verify=asked.verify,
+            engine=asked.engine.value,
+            progress=update,
+        )
+
+
+def _report(asked: Asked, result: FitResult) -> FitReport:
+    from memfit import __version__
+    from memfit.reports.report import FitReport
+
+    versions = {"memfit": __version__, **({"torch": result.torch} if result.torch else {})}
+    plan_path = None if asked.plan_file is None or result.plan is None else str(asked.plan_file)
+    return FitReport.of(
+        result, allow=asked.allow.value, command=asked.command(), plan_path=plan_path, versions=versions
+    )
+
+
+def _write(asked: Asked, result: FitResult) -> dict[str, Path]:
+    """Write the files that were asked for; name → path of those written."""
+    from memfit.core.files import write_atomically
+
+    written: dict[str, Path] = {}
+    if asked.plan_file is not None and result.plan is not None:
+        written["plan"] = result.plan.save(asked.plan_file)
+    if asked.report is not None:
+        from memfit.reports.html import fit_page
+
+        written["report"] = write_atomically(asked.report, fit_page(_report(asked, result)))
+    if asked.png is not None:
+        from memfit.reports.figures import render_figures
+
+        for name, data in render_figures(_report(asked, result)).items():
+            written[f"png_{name}"] = write_atomically(asked.png / f"memfit-{name}.png", data)
+    return written
+
+
+def _print(asked: Asked, result: FitResult, written: dict[str, Path]) -> None:
+    from rich.console import Group
+    from rich.text import Text
+
+    from memfit.reports.text import fit_text
+
+    lines: list[Any] = [fit_text(_report(asked, result)), ""]
+    lines += [
+        Text.assemble((f"{name.replace('_', ' ')}: ", "dim"), str(path)) for name, path in written.items()
+    ]
+    if asked.report is None:
+        lines.append(Text("--report memfit-report.html writes this with charts as one page.", style="dim"))
+    show(Group(*lines))
