@@ -1,3 +1,84 @@
-"""memfit: know, plan and prove the GPU memory of a PyTorch job before a GPU is rented."""
+"""memfit: know, plan and prove the GPU memory of a PyTorch job before a GPU is rented.
+
+Everything that users type imports from here, and nothing is loaded before it is used: ``import memfit`` imports
+neither torch nor any part of memfit.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memfit.core.devices import GPU, find_gpu
+    from memfit.core.errors import (
+        CannotRunHere,
+        InputError,
+        MemfitError,
+        ToolFailure,
+        UsageError,
+        WorkloadFailed,
+    )
+    from memfit.core.timeline import Timeline
+    from memfit.core.trace import Trace, TraceBuilder
+    from memfit.core.units import format_bytes, parse_bytes
+    from memfit.core.workload import Workload
+    from memfit.planning.plan import FitResult, Plan
+    from memfit.techniques.base import undo
+    from memfit.techniques.gradient_checkpointing import GradientCheckpointing
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "GPU",
+    "CannotRunHere",
+    "FitResult",
+    "GradientCheckpointing",
+    "InputError",
+    "MemfitError",
+    "Plan",
+    "Timeline",
+    "ToolFailure",
+    "Trace",
+    "TraceBuilder",
+    "UsageError",
+    "Workload",
+    "WorkloadFailed",
+    "find_gpu",
+    "format_bytes",
+    "parse_bytes",
+    "undo",
+]
+
+_HOME = {
+    "memfit.core.devices": ("GPU", "find_gpu"),
+    "memfit.core.errors": (
+        "CannotRunHere",
+        "InputError",
+        "MemfitError",
+        "ToolFailure",
+        "UsageError",
+        "WorkloadFailed",
+    ),
+    "memfit.core.timeline": ("Timeline",),
+    "memfit.core.trace": ("Trace", "TraceBuilder"),
+    "memfit.core.units": ("format_bytes", "parse_bytes"),
+    "memfit.core.workload": ("Workload",),
+    "memfit.planning.plan": ("FitResult", "Plan"),
+    "memfit.techniques.base": ("undo",),
+    "memfit.techniques.gradient_checkpointing": ("GradientCheckpointing",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'memfit' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "__version__"})
