@@ -16,7 +16,7 @@ from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
 from memfit.planning.figures import Candidate, Settings, StepFigures
 from memfit.planning.schedules import Lever, Saves, checkpointing
-from memfit.techniques.base import Exactness
+from memfit.core.exactness import Exactness
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memfit.techniques.base import Exactness
+from memfit.core.exactness import Exactness
 
 Settings = Mapping[str, Any]
 """One technique as JSON: ``{"technique": "gradient_checkpointing", "blocks": {…}}``."""

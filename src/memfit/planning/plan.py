@@ -12,7 +12,7 @@ from typing import Any
 from memfit.core.errors import InputError, MemfitError, UsageError
 from memfit.core.files import write_atomically
 from memfit.planning.figures import Candidate, Settings, StepFigures, Verified
-from memfit.techniques.base import EXACTNESS_ORDER, Exactness
+from memfit.core.exactness import EXACTNESS_ORDER, Exactness
 
 SCHEMA_VERSION = 1
 

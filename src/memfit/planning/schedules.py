@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from memfit.planning.figures import Settings
 from memfit.planning.options import BlockWork
-from memfit.techniques.base import Exactness, allowed, weakest
+from memfit.core.exactness import Exactness, allowed, weakest
 
 Saves = tuple[str, ...] | None
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)

@@ -27,7 +27,7 @@ from memfit.planning.problems import (
 )
 from memfit.planning.refine import LeverProblem, Refiner
 from memfit.planning.schedules import NO_LEVER, Lever, levers, named_schedules
-from memfit.techniques.base import Exactness
+from memfit.core.exactness import Exactness
 
 Progress = Callable[[str, int, int], None]
 """``progress(stage, done, total)``: called as the search goes on."""

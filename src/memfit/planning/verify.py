@@ -25,7 +25,7 @@ from memfit.core.units import format_bytes
 from memfit.core.workload import Workload
 from memfit.planning.figures import Settings, Verified
 from memfit.planning.plan import apply_settings, micro_batch_count, sample_count
-from memfit.techniques.base import Exactness
+from memfit.core.exactness import Exactness
 from memfit.techniques.blocks import find_block_chains
 
 STEPS = 3

@@ -10,16 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from memfit.core.errors import UsageError
-from memfit.techniques.base import (
-    EXACTNESS_ORDER,
-    Exactness,
-    Technique,
-    allowed,
-    applied_techniques,
-    undo,
-    undo_all,
-    weakest,
-)
+from memfit.core.exactness import EXACTNESS_ORDER, Exactness, allowed, weakest
+from memfit.techniques.base import Technique, applied_techniques, undo, undo_all
 from memfit.techniques.gradient_checkpointing import GradientCheckpointing
 
 TECHNIQUES: Mapping[str, type[Technique]] = {

@@ -12,32 +12,18 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from memfit.core.errors import UsageError
+from memfit.core.exactness import Exactness
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-Exactness = Literal["exact", "reordered", "approximate"]
-"""``exact``: gradients, buffers and random state bitwise equal to the plain step. ``reordered``: the same
-mathematics in another floating-point order. ``approximate``: a stated error."""
-
-EXACTNESS_ORDER: tuple[Exactness, ...] = get_args(Exactness)
 Undo = Callable[[], None]
-
-
-def weakest(grades: Iterable[Exactness]) -> Exactness:
-    """The grade of several techniques together: the least exact of theirs (``exact`` for none)."""
-    return max(grades, key=EXACTNESS_ORDER.index, default="exact")
-
-
-def allowed(grade: Exactness, allow: Exactness) -> bool:
-    """Whether a technique of ``grade`` may be used where ``allow`` is the least exact that the user accepts."""
-    return EXACTNESS_ORDER.index(grade) <= EXACTNESS_ORDER.index(allow)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,22 @@
+"""How far a changed training step may move from the plain one: three grades, and what several together come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+Exactness = Literal["exact", "reordered", "approximate"]
+"""``exact``: gradients, buffers and random state bitwise equal to the plain step. ``reordered``: the same
+mathematics in another floating-point order. ``approximate``: a stated error."""
+
+EXACTNESS_ORDER: tuple[Exactness, ...] = get_args(Exactness)
+
+
+def weakest(grades: Iterable[Exactness]) -> Exactness:
+    """The grade of several changes together: the least exact of theirs (``exact`` for none)."""
+    return max(grades, key=EXACTNESS_ORDER.index, default="exact")
+
+
+def allowed(grade: Exactness, allow: Exactness) -> bool:
+    """Whether a change of ``grade`` may be used where ``allow`` is the least exact that the user accepts."""
+    return EXACTNESS_ORDER.index(grade) <= EXACTNESS_ORDER.index(allow)
