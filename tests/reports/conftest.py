@@ -16,7 +16,7 @@ BLOCKS = 12
 
 
 def make_trace(*, recompute: bool, steps: int = 2) -> Trace:
-    """Steps of a small chain by hand: parameters, state, `BLOCKS` blocks of activations, a loss, gradients."""
+    """Steps of a small chain by hand: parameters, state, `BLOCKS` activations, a loss, gradients."""
     builder = TraceBuilder()
     builder.append(Action.SEGMENT_ALLOC, size_bytes=(3000 if recompute else 6600) * MIB, phase="init")
     for block in range(BLOCKS):

@@ -14,9 +14,9 @@ class Command:
     """A row of the table of commands.
 
     Attributes:
-        target: ``"module:function"``; the function's signature is the command's form, it returns the exit code.
+        target: ``"module:function"``; its signature is the command's form, it returns the exit code.
         help: the one line that `memfit --help` shows.
-        passes_arguments: everything after the first word that is no option belongs to the script that it runs.
+        passes_arguments: what follows the first word that is no option belongs to the script that it runs.
     """
 
     target: str

@@ -24,13 +24,13 @@ EXIT_INTERRUPTED = 130
 
 HELP = "Know, plan and prove the GPU memory of a PyTorch job before a GPU is rented."
 EXIT_CODES = (
-    "Exit codes: 0 done, and it fits · 1 the script failed, or a run-time error · 2 usage · 4 does not fit, or no plan "
-    "· 5 unreadable input · 6 cannot run here · 130 Ctrl-C."
+    "Exit codes: 0 done, and it fits · 1 the script failed, or a run-time error · 2 usage · "
+    "4 does not fit, or no plan · 5 unreadable input · 6 cannot run here · 130 Ctrl-C."
 )
 
 
 class LazyGroup(TyperGroup):
-    """The table of commands as a typer group: lists them without importing them, imports the one that runs."""
+    """The table of commands as a typer group: listed without an import, imported when run."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)

@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, progress and errors to stderr; colour and motion only on a terminal."""
+"""Where output goes: results to stdout, the rest to stderr; colour and motion only on a terminal."""
 
 from __future__ import annotations
 

@@ -50,14 +50,16 @@ def fit(
     budget: Annotated[
         str | None,
         typer.Option(
-            "--budget", help="How much PyTorch may reserve, like 8GiB. Default: what the GPU has to give."
+            "--budget",
+            metavar="SIZE",
+            help="How much PyTorch may reserve, like 8GiB. Default: what the GPU has to give.",
         ),
     ] = None,
     allow: Annotated[
         Allow,
         typer.Option(
             metavar="GRADE",
-            help="How far results may differ from plain training: exact (bitwise equal), reordered, approximate.",
+            help="How far results may differ from plain training: exact (bitwise), reordered, approximate.",
         ),
     ] = Allow.exact,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -80,7 +82,7 @@ def fit(
         EngineChoice,
         typer.Option(
             metavar="ENGINE",
-            help="What measures a step: dryrun (PyTorch's allocator on a made-up GPU), portable (anywhere), or auto.",
+            help="What measures a step: dryrun (a made-up GPU under PyTorch), portable (anywhere), auto.",
         ),
     ] = EngineChoice.auto,
 ) -> int:

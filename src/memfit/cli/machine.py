@@ -29,7 +29,6 @@ TRIAL = (
 EXTRAS: Mapping[str, tuple[str, str]] = {
     "transformers": ("models", "workloads named hf:…"),
     "torchvision": ("models", "workloads named tv:…"),
-    "cloudpickle": ("torch", "workloads built in Python"),
 }
 """Distribution → the extra that brings it, and what it is for."""
 
@@ -141,13 +140,13 @@ def _install_compiler() -> str:
 
 def _stub() -> Check:
     """Build the made-up GPU, or find it built."""
-    from memfit.dryrun.build import PORTABLE_ENGINE, build_stub
+    from memfit.dryrun.build import build_stub
 
     begun = time.perf_counter()
     try:
         stub = build_stub()
     except CannotRunHere as error:
-        detail = str(error).removesuffix(PORTABLE_ENGINE).strip().rstrip(".")
+        detail = str(error).partition(". ")[0]
         return Check(name="made-up GPU", state="missing", detail=detail)
     took = time.perf_counter() - begun
     detail = f"{stub.cuda.parent}" + (f", built in {format_seconds(took)}" if took > 0.2 else "")

@@ -38,8 +38,9 @@ class AccountRow:
 class Account:
     """Where the device's memory goes: context + libraries + all that PyTorch reserves, part by part.
 
-    The categories are those alive when the *requested* bytes peak. What PyTorch holds beyond them when the allocated
-    and reserved bytes peak (which may be at another moment) is shown as rounding and as reserved but not in use.
+    The categories are those alive when the *requested* bytes peak. What PyTorch holds beyond them when the
+    allocated and the reserved bytes peak, maybe at another moment, is shown as rounding and as reserved but
+    not in use.
 
     Attributes:
         rows: the parts, from the context upwards; their sum is ``total_bytes``.

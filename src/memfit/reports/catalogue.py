@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from rich import box
@@ -23,9 +24,9 @@ def catalogue_json() -> dict[str, Any]:
 
 
 def _gpu_json(gpu: GPU) -> dict[str, Any]:
-    values = asdict(gpu)
-    values["compute_capability"] = list(gpu.compute_capability)
-    return {**values, "default_budget_bytes": gpu.default_budget_bytes}
+    values = {column.name: getattr(gpu, column.name) for column in fields(gpu)}
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {**plain, "default_budget_bytes": gpu.default_budget_bytes}
 
 
 def catalogue_table() -> RenderableType:
@@ -47,8 +48,9 @@ def catalogue_table() -> RenderableType:
             _teraflops(gpu, "bf16"),
         )
     note = (
-        "memory: the total that nvidia-smi shows. budget: what fit uses when no --budget is given. fp32, bf16: dense "
-        "TFLOP/s. Any other GPU can be described: --gpu 24GiB,sm89. The source of each figure: memfit gpus --json."
+        "memory: the total that nvidia-smi shows. budget: what fit uses when no --budget is given. "
+        "fp32, bf16: dense TFLOP/s. Any other GPU can be described: --gpu 24GiB,sm89. "
+        "The source of each figure: memfit gpus --json."
     )
     return Group(table, Text(note, style="dim"))
 

@@ -48,7 +48,7 @@ STYLE: Mapping[str, Any] = {
 
 
 def timeline_figure(report: FitReport) -> Figure | None:
-    """Memory over the plain and the planned step by category, on one scale, with the budget; None without traces."""
+    """Memory over both steps by category, on one scale, with the budget; None without traces."""
     steps = [("Plain step", report.plain_series), ("Planned step", report.planned_series)]
     shown = [(title, series) for title, series in steps if series is not None]
     if not shown:
@@ -105,7 +105,7 @@ def _mark_peak(axes: Axes, series: StepSeries) -> None:
 
 
 def _mark_phases(axes: Axes, series: StepSeries) -> None:
-    """The name of each phase above its stretch, a hairline between; stretches too thin for a name stay unnamed."""
+    """The name of each phase above its stretch, a hairline between; thin stretches stay unnamed."""
     for span in series.phases:
         if span.first > 0:
             axes.axvline(span.first, color=INK, linewidth=0.5, alpha=0.35)
@@ -153,7 +153,7 @@ def composition_figure(report: FitReport) -> Figure:
 
 
 def account_figure(report: FitReport) -> Figure:
-    """The device's memory as one bar a step: context, libraries, categories, rounding, cache, and what is free."""
+    """The device's memory as one bar a step: context, libraries, categories, rounding, cache."""
     accounts: list[tuple[str, Account]] = [("plain", report.account(report.result.plain))]
     if report.changes_something and report.result.planned is not None:
         accounts.append(("planned", report.account(report.result.planned)))
@@ -197,7 +197,7 @@ def account_figure(report: FitReport) -> Figure:
 
 
 def front_figure(report: FitReport) -> Figure | None:
-    """Every way of training that was tried: reserved memory against predicted time; None where none was kept."""
+    """Everything that was tried: reserved memory against predicted time; None where nothing was kept."""
     result = report.result
     if not result.candidates:
         return None

@@ -1,4 +1,4 @@
-"""HTML and SVG made of values: text is escaped unless it is markup already, so nothing foreign can break out."""
+"""HTML and SVG made of values: text is escaped unless it is markup already, so nothing breaks out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tag(name: str, /, *content: Content, **attributes: str | float | bool | None
     Args:
         name: the element's name.
         content: text, markup, or iterables of them.
-        attributes: ``class_`` and ``for_`` lose their underscore, other underscores become hyphens; ``None`` and
+        attributes: ``class_`` and ``for_`` lose their underscore, others become hyphens; ``None`` and
             ``False`` leave the attribute out, ``True`` gives it without a value.
     """
     opened = "".join(_attribute(key, value) for key, value in attributes.items())

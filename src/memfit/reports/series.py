@@ -29,7 +29,7 @@ DEFAULT_POINTS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSpan:
-    """A stretch of the step that belongs to one phase; events ``first`` to ``last``, both counted from its start."""
+    """A stretch of one phase: events ``first`` to ``last``, both counted from the start of the step."""
 
     phase: str
     first: int
@@ -75,7 +75,7 @@ class StepSeries:
         first, last = _last_step(trace)
         step = slice(first, last + 1)
         timeline = Timeline.of(trace)
-        # With as many points as events nothing is left out, so that only the step is thinned, not the whole trace.
+        # With as many points as events nothing is left out: only the step is thinned, not the whole trace.
         live = timeline.by_category(points=len(trace)).bytes_by_category
         chosen = _representatives(timeline.live_bytes[step], points)
         kept = {
@@ -95,7 +95,7 @@ class StepSeries:
 
 
 def _last_step(trace: Trace) -> tuple[int, int]:
-    """First and last event of the last step: a step begins where a forward pass follows an optimizer's phase."""
+    """First and last event of the last step: one begins where forward follows the optimizer."""
     phases = np.array(trace.strings)[trace.phase]
     events = np.flatnonzero(np.isin(phases, STEP_PHASES))
     if len(events) == 0:
@@ -107,7 +107,7 @@ def _last_step(trace: Trace) -> tuple[int, int]:
 
 
 def _representatives(total: Points, points: int) -> Points:
-    """Indices of the points to draw: of each stretch the lowest and the highest, the first and the last of all."""
+    """Indices of the points to draw: of each stretch the lowest and the highest, and both ends."""
     if len(total) <= points:
         return np.arange(len(total), dtype=np.int64)
     edges = np.linspace(0, len(total), max(points // 2, 1) + 1).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The charts of the page as inline SVG, drawn from classes so that the page's light and dark colours both fit."""
+"""The charts of the page as inline SVG, coloured by classes so that light and dark both fit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Frame:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round values within ``low … high``, about `count` of them, in steps of 1, 2 or 5 times a power of ten."""
+    """Round values within ``low … high``, about `count` of them, in steps of 1, 2 or 5 powers of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / count
@@ -213,11 +213,12 @@ def front(report: FitReport) -> Markup | None:
     ]
     budget_x = f"{frame.x(result.budget_bytes / GIB):.1f}"
     budget = tag("g", tag("line", x1=budget_x, x2=budget_x, y1=frame.top, y2=frame.top + frame.inner_height),
-                 tag("text", "budget", x=budget_x, y=frame.top - 6, text_anchor="middle"), class_="budget")  # fmt: skip
+                 tag("text", "budget", x=budget_x, y=frame.top - 6, text_anchor="middle"),
+                 class_="budget")  # fmt: skip
     return frame.tag(
         _grid(frame, "%"), _x_ticks(frame), budget, _bound(frame, result.lower_bound_percent), tag("g", dots),
-        _ring(frame, report), _x_title(frame, "peak reserved, GiB; upwards: predicted time over the plain step"),
-        label="Reserved memory against predicted time for everything that was tried; the table below has the numbers",
+        _ring(frame, report), _x_title(frame, "peak reserved, GiB (upwards: time over the plain step)"),
+        label="Reserved memory against predicted time for all that was tried; the table has the numbers",
         class_="chart front",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The sentences of a fit: what fits or does not and why, what it costs, how it was checked, what to do next."""
+"""The sentences of a fit: what fits and why, what it costs, how it was checked, what to do next."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _fit_sentence(subject: str, figures: StepFigures, fits: bool, result: FitRes
     if reserved > budget:
         return f"{subject} does not fit: it {against}, {format_bytes(reserved - budget)} too much."
     total = result.context_bytes + reserved
-    return f"{subject} does not fit: it {against}, but takes {format_bytes(total)} of the device with the CUDA context."
+    rest = f"but takes {format_bytes(total)} of the device with the CUDA context"
+    return f"{subject} does not fit: it {against}, {rest}."
 
 
 def _instrument(result: FitResult) -> str:
@@ -101,7 +102,8 @@ def cost(result: FitResult) -> str:
 def _bound(result: FitResult) -> str:
     if result.lower_bound_percent is None:
         return ""
-    return f" No plan that keeps or recomputes can need less than {result.lower_bound_percent:.1f} % within this budget."
+    least = f"{result.lower_bound_percent:.1f} %"
+    return f" No plan that keeps or recomputes can need less than {least} within this budget."
 
 
 def signed_percent(value: float) -> str:
