@@ -74,8 +74,8 @@ def test_one_worker_serves_many_gpus(gpu_worker):
 @pytest.mark.dryrun
 def test_out_of_memory_is_a_value(gpu_worker):
     oom = gpu_worker.call("worker_targets:out_of_memory")["oom"]
-    assert oom["requested_bytes"] == 1 << 42
-    assert oom["where"].endswith("worker_targets.py:38 in out_of_memory")
+    assert oom["asked_bytes"] == 1 << 42
+    assert (oom["file"], oom["line"], oom["function"]) == (str(HERE / "worker_targets.py"), 38, "out_of_memory")
 
 
 def test_what_user_code_raises_comes_with_its_line(plain_worker):

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.core.errors import InputError
+from memfit.core.trace import Trace, TraceBuilder
 
 SCHEMA_VERSION = 1
 PHASES = ("forward", "recompute", "backward", "optimizer", "other")
@@ -193,6 +194,30 @@ class StepGraph:
         wanted, prefix = set(phases), f"{module}." if module else ""
         return tuple(op for op in self.ops if op.phase in wanted and (op.module == module or op.module.startswith(prefix)))
 
+    @property
+    def event_count(self) -> int:
+        """Allocations and frees, those before the step included."""
+        return len(self.storages) + sum(storage.died >= 0 for storage in self.storages)
+
+    def to_trace(self) -> Trace:
+        """The same lives as a trace: what was there before the step is allocated first, in phase ``"init"``."""
+        builder = TraceBuilder(meta={"name": self.name, "device": self.device, "source": "capture", **self.meta})
+        died: dict[int, list[int]] = defaultdict(list)
+        born: dict[int, list[int]] = defaultdict(list)
+        for storage in self.storages:
+            born[storage.born].append(storage.id)
+            if storage.died >= 0:
+                died[storage.died].append(storage.id)
+        for op in (_BEFORE, *self.ops):
+            place = {"phase": op.phase, "module": op.module, "op": op.name}
+            for number in born[op.index]:
+                storage = self.storages[number]
+                module = storage.name.rpartition(".")[0] if op is _BEFORE else op.module
+                builder.alloc(storage.size_bytes, block=number, category=storage.category, **place | {"module": module})
+            for number in died[op.index]:
+                builder.free(number, category=self.storages[number].category, **place)
+        return builder.build()
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dictionary, columns rather than rows: `from_json` reads it back equal."""
         return {
@@ -237,6 +262,10 @@ class ModuleTotal:
     def __add__(self, other: ModuleTotal) -> ModuleTotal:
         mine, its = asdict(self), asdict(other)
         return ModuleTotal(**{key: mine[key] + its[key] for key in mine})
+
+
+# Stands for everything that happened before the step.
+_BEFORE = Op(index=-1, name="", phase="init")
 
 
 def _shortened(module: str, depth: int | None) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from memfit.core.errors import WorkloadFailed
 
 _MEMFIT = str(Path(__file__).resolve().parents[1]) + os.sep
+_TORCH = f"{os.sep}torch{os.sep}"
 _MESSAGE_LIMIT = 2000
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -37,13 +38,11 @@ def has_user_frame(error: BaseException) -> bool:
 
 
 def user_place(error: BaseException) -> str:
-    """``"file.py:12 in function"`` of the innermost frame of the user's code in ``error``; of any code if there is none."""
+    """``"file.py:12 in function"`` of the innermost frame of the user's code in ``error``; of a library if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_user_file(frame.filename)]
-    chosen = (own or list(frames))[-1:]
-    return f"{chosen[0].filename}:{chosen[0].lineno} in {chosen[0].name}" if chosen else "unknown place"
+    frame = _chosen_frame(error)
+    return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else "unknown place"
 
 
 def workload_failed(error: BaseException, doing: str) -> WorkloadFailed:
@@ -59,12 +58,33 @@ def is_out_of_memory(error: BaseException) -> bool:
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
-def oom_value(error: BaseException) -> dict[str, Any]:
-    """An out-of-memory error as a value.
+def oom_value(error: BaseException, **known: Any) -> dict[str, Any]:
+    """An out-of-memory error as a value, with the keys of `memfit.dryrun.result.OutOfMemory`.
 
-    Its keys: ``message``; ``requested_bytes``, as exact as the text gives them, or ``None``; ``where``.
+    Args:
+        known: keys that the caller knows better than the error's text tells: ``phase``, ``asked_bytes`` …
     """
     text = str(error)
     asked = re.search(r"Tried to allocate (\d+(?:\.\d+)?) (bytes|[KMGT]iB)", text)
-    requested = round(float(asked[1]) * _UNITS[asked[2]]) if asked else None
-    return {"message": text, "requested_bytes": requested, "where": user_place(error)}
+    place = _chosen_frame(error)
+    return {
+        "file": place.filename if place else None,
+        "line": (place.lineno or 0) if place else 0,
+        "function": place.name if place else "",
+        "op": "",
+        "module": "",
+        "phase": "",
+        "asked_bytes": round(float(asked[1]) * _UNITS[asked[2]]) if asked else 0,
+        "free_bytes": 0,
+        "reserved_bytes": 0,
+        "caught": False,
+        "message": text,
+    } | known
+
+
+def _chosen_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's code; if there is none, of a library other than torch; or else of any code."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    own = [frame for frame in frames if is_user_file(frame.filename)]
+    library = [frame for frame in frames if not frame.filename.startswith(_MEMFIT) and _TORCH not in frame.filename]
+    return (own or library or frames)[-1] if frames else None

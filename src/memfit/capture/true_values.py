@@ -1,0 +1,70 @@
+"""True values on the made-up GPU while a step is built and run: without them zeros would steer the model's Python."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.dryrun.places import is_user_file
+from memfit.capture import step as step_module
+from memfit.dryrun.assumptions import true_values as make_true_values
+from memfit.dryrun.shadow import TrueValues
+
+Reads = Counter[tuple[str, int, str, str, str]]
+
+
+def on_made_up_gpu() -> bool:
+    """Whether this process's ``cuda`` device is memfit's made-up one."""
+    return "MEMFIT_GPU_CC" in os.environ
+
+
+@contextmanager
+def true_values() -> Iterator[Reads]:
+    """Small tensors keep their values; yields the reads of values that are not known, with file, line, function, op, answer.
+
+    Does nothing but on the made-up GPU. Must be entered before the step is built, and outside of other dispatch modes.
+    """
+    reads: Reads = Counter()
+    if not on_made_up_gpu():
+        yield reads
+        return
+    with _Shadowed(make_true_values(lambda op, answer: reads.update([(*_place(), str(op), answer)]))):
+        yield reads
+
+
+def reads_to_json(reads: Reads) -> list[dict[str, Any]]:
+    """The reads with the keys of `memfit.dryrun.result.ValueRead`."""
+    keys = ("file", "line", "function", "op", "answer")
+    return [{**dict(zip(keys, place, strict=True)), "count": count} for place, count in reads.items()]
+
+
+class _Shadowed(TorchDispatchMode):
+    def __init__(self, values: TrueValues) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        return self._values.call(func, args, kwargs or {})
+
+
+def _place() -> tuple[str, int, str]:
+    """The innermost frame of the user's code, or else of a library other than torch; within the step's own code."""
+    frame: Any = sys._getframe(2)
+    library = ("", 0, "")
+    while frame is not None and frame.f_code.co_filename != step_module.__file__:
+        file = frame.f_code.co_filename
+        here = (file, frame.f_lineno, frame.f_code.co_name)
+        if is_user_file(file):
+            return here
+        if not library[0] and not any(f"{os.sep}{name}{os.sep}" in file for name in ("torch", "memfit")):
+            library = here
+        frame = frame.f_back
+    return library
