@@ -140,20 +140,38 @@ def test_no_plan_says_the_least_budget(unfitted):
     assert "Use it" not in text
 
 
+PROBE = """<script>
+const svg = document.getElementById("chart-plain");
+const paths = () => [...svg.querySelectorAll(".areas path")].map((path) => path.getAttribute("d")).join();
+const [button, sent] = [document.querySelector("[data-toggle=activation]"), paths()];
+button.click();
+const hidden = paths();
+button.click();
+const box = svg.getBoundingClientRect();
+const place = { clientX: box.left + box.width * 0.4, clientY: box.top + 50, pointerType: "mouse" };
+svg.dispatchEvent(new PointerEvent("pointermove", place));
+const tip = document.querySelector(".tip").innerText;
+document.title = "PROBE " + JSON.stringify([sent !== hidden, sent === paths(), tip]);
+</script></body>"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_the_script_runs_in_a_browser(fitted, tmp_path):
-    """The page's script marks the document, and its own drawing equals the one that came with the page."""
+    """Hiding a category redraws, showing it again gives the drawing that came with the page, and a hover tells."""
     page = tmp_path / "r.html"
-    page.write_text(fit_page(fitted), encoding="utf-8")
+    page.write_text(fit_page(fitted).replace("</body>", PROBE), encoding="utf-8")
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
     command = [
         "chromium",
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
+        profile,
+        "--dump-dom",
+        page.as_uri(),
     ]
-    done = subprocess.run(
-        [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert '<html lang="en" class="js">' in done.stdout
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    redrawn, restored, tip = json.loads(re.search(r"<title>PROBE (.*?)</title>", done.stdout)[1])
+    assert redrawn and restored
+    assert "backward" in tip and "Activations\t3.75 GiB" in tip
