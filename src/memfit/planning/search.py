@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
 from memfit.planning.bench import Bench, Final, ModelFacts, Oracle, Try
+from memfit.planning.figures import StepFigures
 from memfit.planning.layout import Layout, ordered_blocks
 from memfit.planning.problem import Option
 from memfit.planning.problems import (
@@ -46,6 +47,7 @@ class Outcome:
 
     plain: Final
     graph: StepGraph
+    op_seconds: tuple[float, ...]
     facts: ModelFacts
     chosen: Try | None
     least: Try | None
@@ -84,6 +86,7 @@ class Search:
         return Outcome(
             plain=plain,
             graph=graph,
+            op_seconds=tuple(bench.seconds(graph)),
             facts=facts,
             chosen=chosen,
             least=None if chosen is not None else self._least(bench),
@@ -229,6 +232,11 @@ class _Session:
 
     def _fits(self, tried: Try) -> bool:
         return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self.search.budget_bytes
+
+
+def recompute_percent(figures: StepFigures, plain: StepFigures) -> float:
+    """How much longer a step takes than the plain one, in percent of the plain one; 0 where it is faster."""
+    return max(100.0 * (figures.step_seconds / plain.step_seconds - 1.0), 0.0)
 
 
 def _plain_number(options: Sequence[Option]) -> int:
