@@ -9,6 +9,7 @@ with the wheels that a CUDA build of torch depends on, so no CUDA toolkit is nee
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import functools
@@ -21,25 +22,33 @@ import shlex
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.core.errors import CannotRunHere
+from memfit.dryrun.symbols import called_names, rules_text, traps
 
 LEAST_TORCH = (2, 11)
 CUDA_MAJOR = 13
-PORTABLE_ENGINE = "Without it memfit works with its portable engine (--engine portable)."
+OTHERWISE = "Without the dry run, memfit works with its portable engine."
+REINSTALL = "reinstall torch with what it needs: pip install --force-reinstall torch"
 
 NATIVE = Path(__file__).parent / "native"
 CUDA_LIBRARY = "libmemfit-cuda.so"
 NVML_LIBRARY = "libmemfit-nvml.so"
-NVML_SOURCES = ("nvml.c",)
+LIBRARIES = (CUDA_LIBRARY, NVML_LIBRARY)
+DRIVER_NAME = "libcuda.so.1"  # what Triton looks for, and the SONAME that answers a dlopen() of the driver
+MANAGEMENT_NAME = "libnvidia-ml.so.1"
+DIGESTS = "SHA256"
+NVML_SOURCE = "nvml.c"
 COMPILERS = ("cc", "gcc", "clang")
-# Unused parameters are the nature of a stub; everything else must compile without a warning.
-FLAGS = "-std=gnu11 -O2 -Wall -Wextra -Wno-unused-parameter -D_GNU_SOURCE -fPIC -shared -fvisibility=hidden".split()
+FLAGS = (
+    *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"),
+    # Unused parameters are the nature of a stub; everything else must compile without a warning.
+    *("-Wall", "-Wextra", "-Wno-unused-parameter"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +99,7 @@ def check_platform() -> None:
     here = f"{platform.system()} {platform.machine()}"
     if here != "Linux x86_64":
         raise CannotRunHere(
-            f"the dry run needs Linux on x86-64 (WSL2 counts), and this is {here}. {PORTABLE_ENGINE}"
+            f"the dry run needs Linux on x86-64 (WSL2 counts), and this is {here}. {OTHERWISE}"
         )
 
 
@@ -99,24 +108,22 @@ def check_torch(build: TorchBuild) -> None:
     if build.cuda is None:
         raise CannotRunHere(
             f"torch {build.version} is a CPU build, and the dry run needs a CUDA build (no GPU): "
-            f"pip install torch from PyPI, without an index for CPU builds. {PORTABLE_ENGINE}"
+            f"pip install torch from PyPI, without an index for CPU builds. {OTHERWISE}"
         )
     numbers = tuple(int(n) for n in re.findall(r"\d+", build.version)[:2])
     if numbers < LEAST_TORCH:
         raise CannotRunHere(
-            f"torch {build.version} is too old for the dry run; it needs {'.'.join(map(str, LEAST_TORCH))} or later: "
-            f"pip install -U torch. {PORTABLE_ENGINE}"
+            f"torch {build.version} is too old for the dry run, which needs "
+            f"{'.'.join(map(str, LEAST_TORCH))} or later: pip install -U torch. {OTHERWISE}"
         )
     if int(build.cuda.split(".")[0]) != CUDA_MAJOR:
         raise CannotRunHere(
-            f"torch {build.version} is built for CUDA {build.cuda}, and the dry run needs a CUDA {CUDA_MAJOR} build, "
-            f"the one on PyPI: pip install -U torch. {PORTABLE_ENGINE}"
+            f"torch {build.version} is built for CUDA {build.cuda}, and the dry run needs a build for "
+            f"CUDA {CUDA_MAJOR}, as PyPI has it: pip install -U torch. {OTHERWISE}"
         )
     for folder in build.includes:
         if not folder.is_dir():
-            raise CannotRunHere(
-                f"{folder} is missing: the packages that torch {build.version} needs are incomplete; reinstall torch"
-            )
+            raise CannotRunHere(f"{folder} is missing, which torch {build.version} needs; {REINSTALL}")
 
 
 def find_compiler() -> list[str]:
@@ -132,7 +139,7 @@ def find_compiler() -> list[str]:
     what = f"CC={named[0]} is not a program" if named else "no C compiler was found (cc, gcc, clang)"
     raise CannotRunHere(
         f"{what}, and the dry run compiles a small library once. Install one "
-        f"(Debian, Ubuntu: apt install gcc libc6-dev; Fedora: dnf install gcc) or set CC. {PORTABLE_ENGINE}"
+        f"(Debian, Ubuntu: apt install gcc libc6-dev; Fedora: dnf install gcc) or set CC. {OTHERWISE}"
     )
 
 
@@ -149,7 +156,7 @@ def build_stub() -> Stub:
     target = folder / f"gpu-{_key(build, compiler)}"
     with _locked(folder / f"{target.name}.lock"):
         if not _intact(target):
-            _compile(build, compiler, folder, target)
+            _build_into(target, build, compiler)
     return Stub(cuda=target / CUDA_LIBRARY, nvml=target / NVML_LIBRARY, kept=kept, note=note)
 
 
@@ -198,8 +205,6 @@ def _refuse_shared(folder: Path) -> None:
 @functools.cache
 def _temporary_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="memfit-"))
-    import atexit
-
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
@@ -227,8 +232,8 @@ def _key(build: TorchBuild, compiler: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for path in _sources():
         digest.update(f"{path.relative_to(NATIVE)}\0".encode() + path.read_bytes() + b"\0")
-    digest.update("\0".join([build.version, str(build.cuda), str(build.site), *compiler, *FLAGS]).encode())
-    digest.update(_version_of(tuple(compiler)).encode())
+    told = [build.version, str(build.cuda), str(build.site), *compiler, _version_of(tuple(compiler)), *FLAGS]
+    digest.update("\0".join([*told, rules_text()]).encode())
     return digest.hexdigest()[:24]
 
 
@@ -245,53 +250,52 @@ def _digest(path: Path) -> str:
 def _intact(target: Path) -> bool:
     """Whether the folder holds both libraries as they were built."""
     try:
-        lines = (target / "SHA256").read_text(encoding="ascii").splitlines()
+        lines = (target / DIGESTS).read_text(encoding="ascii").splitlines()
         recorded = {name: digest for digest, name in (line.split() for line in lines)}
-        return all(_digest(target / name) == recorded[name] for name in (CUDA_LIBRARY, NVML_LIBRARY))
+        return all(_digest(target / name) == recorded[name] for name in LIBRARIES)
     except (OSError, KeyError, ValueError):
         return False
 
 
-def _compile(build: TorchBuild, compiler: Sequence[str], folder: Path, target: Path) -> None:
+def _build_into(target: Path, build: TorchBuild, compiler: Sequence[str]) -> None:
     """Compiles beside the target and moves the finished folder into place."""
-    with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as scratch:
-        made = Path(scratch) / "made"
+    with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as scratch:
+        traps_file, made = Path(scratch) / "traps.c", Path(scratch) / "made"
+        names = called_names(build.site / "torch" / "lib", _cuda_runtime(build))
+        traps_file.write_text(traps(names), encoding="ascii")
         made.mkdir()
-        sources = [p for p in _sources() if p.suffix == ".c"]
-        cuda = [str(p) for p in sources if p.name not in NVML_SOURCES]
-        nvml = [str(p) for p in sources if p.name in NVML_SOURCES]
-        _run(compiler, build, made / CUDA_LIBRARY, "libcuda.so.1", cuda)
-        _run(compiler, build, made / NVML_LIBRARY, "libnvidia-ml.so.1", nvml)
-        names = (CUDA_LIBRARY, NVML_LIBRARY)
-        (made / "SHA256").write_text("".join(f"{_digest(made / n)}  {n}\n" for n in names), encoding="ascii")
+        cuda = [p for p in _sources() if p.suffix == ".c" and p.name != NVML_SOURCE]
+        _compile(made / CUDA_LIBRARY, DRIVER_NAME, [*cuda, traps_file], build, compiler)
+        _compile(made / NVML_LIBRARY, MANAGEMENT_NAME, [NATIVE / NVML_SOURCE], build, compiler)
+        digests = "".join(f"{_digest(made / name)}  {name}\n" for name in LIBRARIES)
+        (made / DIGESTS).write_text(digests, encoding="ascii")
+        (made / DRIVER_NAME).symlink_to(CUDA_LIBRARY)
         if target.exists():
             shutil.rmtree(target)
         os.rename(made, target)
 
 
-def _run(
-    compiler: Sequence[str], build: TorchBuild, output: Path, soname: str, sources: Sequence[str]
+def _cuda_runtime(build: TorchBuild) -> Path:
+    """NVIDIA's CUDA runtime library that this torch uses."""
+    folder = build.includes[0].parent / "lib"
+    found = sorted(folder.glob("libcudart.so.*"))
+    if not found:
+        raise CannotRunHere(f"{folder} has no libcudart.so, which torch {build.version} needs; {REINSTALL}")
+    return found[0]
+
+
+def _compile(
+    output: Path, soname: str, sources: Sequence[Path], build: TorchBuild, compiler: Sequence[str]
 ) -> None:
-    includes = [f"-I{NATIVE / 'shim'}", f"-I{NATIVE}", *(f"-I{p}" for p in build.includes)]
-    command = [
-        *compiler,
-        *FLAGS,
-        *includes,
-        f"-Wl,-soname,{soname}",
-        "-o",
-        str(output),
-        *sources,
-        "-ldl",
-        "-lpthread",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    includes = [f"-I{folder}" for folder in (NATIVE / "shim", NATIVE, *build.includes)]
+    linking = [f"-Wl,-soname,{soname}", "-o", str(output), *map(str, sources), "-ldl", "-lpthread"]
+    done = subprocess.run(
+        [*compiler, *FLAGS, *includes, *linking], capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-300:])
+        errors = [line for line in done.stderr.splitlines() if "error" in line]
+        what = errors[0] if errors else done.stderr.strip()[-300:]
         raise CannotRunHere(
-            f"{compiler[0]} could not compile the made-up GPU for torch {build.version}: {first.strip()} "
-            f"(a C compiler with the C library's headers is needed: apt install gcc libc6-dev). {PORTABLE_ENGINE}"
+            f"{compiler[0]} could not compile the made-up GPU for torch {build.version}: {what} "
+            f"(it needs the C library's headers too: apt install gcc libc6-dev). {OTHERWISE}"
         )
-
-
-if __name__ == "__main__":
-    sys.stdout.write(f"{build_stub()}\n")

@@ -1,77 +1,125 @@
-// cuBLAS and cuBLASLt entry points that PyTorch links to. Matrix products
-// succeed and compute nothing; workspaces stay PyTorch's own business, so its
-// allocator sees them as on a real device.
+// cuBLAS and cuBLASLt: products succeed and compute nothing. Workspaces stay PyTorch's own business (it allocates
+// them itself, one per handle and stream), so its allocator sees them as on a real device.
 //
-// Most entry points need no arguments looked at: by the x86-64 calling
-// convention a function may ignore all of them.
-#include <stddef.h>
-#include <stdint.h>
+// Entry points that are not here and that compute something succeed too (see the generated file of traps): a BLAS
+// call takes no memory of its own.
+#include "stub.h"
+
+#include <cublasLt.h>
+#include <cublas_v2.h>
 #include <stdlib.h>
 #include <string.h>
-#include "cublasLt.h"
 
-#define API __attribute__((visibility("default")))
+#define VERSION 130100
 
-static int math_mode, pointer_mode;
+// PyTorch makes a handle for each thread, and a workspace for each handle.
+typedef struct { cublasMath_t math; cublasPointerMode_t pointers; cublasAtomicsMode_t atomics; cudaStream_t stream; } Handle;
 
-API int memfit_stub_cublasCreate(void **h) __asm__("cublasCreate_v2");
-API int memfit_stub_cublasCreate(void **h) { *h = malloc(1); return *h ? 0 : 3; }  // each thread gets its own handle, hence its own workspace
-API int memfit_stub_getmath(void *h, int *m) __asm__("cublasGetMathMode");
-API int memfit_stub_getmath(void *h, int *m) { (void)h; *m = math_mode; return 0; }
-API int memfit_stub_setmath(void *h, int m) __asm__("cublasSetMathMode");
-API int memfit_stub_setmath(void *h, int m) { (void)h; math_mode = m; return 0; }
-API int memfit_stub_getptr(void *h, int *m) __asm__("cublasGetPointerMode_v2");
-API int memfit_stub_getptr(void *h, int *m) { (void)h; *m = pointer_mode; return 0; }
-API int memfit_stub_setptr(void *h, int m) __asm__("cublasSetPointerMode_v2");
-API int memfit_stub_setptr(void *h, int m) { (void)h; pointer_mode = m; return 0; }
-
-API size_t cublasLtGetVersion(void) { return 130100; }
-
-// Lt descriptors: opaque to PyTorch, so an empty object will do.
-static cublasStatus_t blank(void **out) { *out = calloc(1, 256); return CUBLAS_STATUS_SUCCESS; }
-API cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasComputeType_t c, cudaDataType_t s) { (void)c; (void)s; return blank((void **)d); }
-API cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *d, cudaDataType t, uint64_t r, uint64_t c, int64_t ld) { (void)t; (void)r; (void)c; (void)ld; return blank((void **)d); }
-API cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *d) { return blank((void **)d); }
-API cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) { free(d); return CUBLAS_STATUS_SUCCESS; }
-API cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t d) { free(d); return CUBLAS_STATUS_SUCCESS; }
-API cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t d) { free(d); return CUBLAS_STATUS_SUCCESS; }
-
-// The heuristic offers one algorithm that needs no workspace.
-static void one_result(cublasLtMatmulHeuristicResult_t *r) {
-  memset(r, 0, sizeof *r);
-  r->state = CUBLAS_STATUS_SUCCESS;
-  r->wavesCount = 1.0f;
+API cublasStatus_t cublasCreate_v2(cublasHandle_t *out) {
+  *out = calloc(1, sizeof(Handle));
+  return *out ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_ALLOC_FAILED;
 }
-API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t h, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a,
-                                                  cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
-                                                  cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t p, int want,
+API cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) {
+  free(handle);
+  return CUBLAS_STATUS_SUCCESS;
+}
+API cublasStatus_t cublasGetVersion_v2(cublasHandle_t handle, int *version) {
+  *version = VERSION;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+#define PROPERTY(setter, getter, type, field) \
+  API cublasStatus_t setter(cublasHandle_t handle, type value) { \
+    ((Handle *)handle)->field = value; \
+    return CUBLAS_STATUS_SUCCESS; \
+  } \
+  API cublasStatus_t getter(cublasHandle_t handle, type *value) { \
+    *value = ((Handle *)handle)->field; \
+    return CUBLAS_STATUS_SUCCESS; \
+  }
+PROPERTY(cublasSetMathMode, cublasGetMathMode, cublasMath_t, math)
+PROPERTY(cublasSetPointerMode_v2, cublasGetPointerMode_v2, cublasPointerMode_t, pointers)
+PROPERTY(cublasSetAtomicsMode, cublasGetAtomicsMode, cublasAtomicsMode_t, atomics)
+PROPERTY(cublasSetStream_v2, cublasGetStream_v2, cudaStream_t, stream)
+
+EXPORT_CONSTANT(cublasSetWorkspace_v2, CUBLAS_STATUS_SUCCESS)
+EXPORT_CONSTANT(cublasSetSmCountTarget, CUBLAS_STATUS_SUCCESS)
+
+// Batched solvers report through a number on the host whether their arguments were valid.
+#define SOLVERS(T, type) \
+  API cublasStatus_t cublas##T##getrsBatched(cublasHandle_t handle, cublasOperation_t trans, int n, int right_sides, const type *const a[], int lda, \
+                                             const int *pivots, type *const b[], int ldb, int *info, int batch) { \
+    *info = 0; \
+    return CUBLAS_STATUS_SUCCESS; \
+  } \
+  API cublasStatus_t cublas##T##geqrfBatched(cublasHandle_t handle, int m, int n, type *const a[], int lda, type *const tau[], int *info, int batch) { \
+    *info = 0; \
+    return CUBLAS_STATUS_SUCCESS; \
+  } \
+  API cublasStatus_t cublas##T##gelsBatched(cublasHandle_t handle, cublasOperation_t trans, int m, int n, int right_sides, type *const a[], int lda, \
+                                            type *const c[], int ldc, int *info, int *device_info, int batch) { \
+    *info = 0; \
+    return CUBLAS_STATUS_SUCCESS; \
+  }
+SOLVERS(S, float)
+SOLVERS(D, double)
+SOLVERS(C, cuComplex)
+SOLVERS(Z, cuDoubleComplex)
+
+// -------------------------------------------------------------------- cuBLASLt ----
+
+API cublasStatus_t cublasLtCreate(cublasLtHandle_t *out) { return cublasCreate_v2((cublasHandle_t *)out); }
+API cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) { return cublasDestroy_v2((cublasHandle_t)handle); }
+API size_t cublasLtGetVersion(void) { return VERSION; }
+
+// Descriptors are opaque to PyTorch, so an empty object will do.
+static cublasStatus_t blank(void **out) {
+  *out = calloc(1, 256);
+  return *out ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_ALLOC_FAILED;
+}
+static cublasStatus_t gone(void *object) {
+  free(object);
+  return CUBLAS_STATUS_SUCCESS;
+}
+API cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *out, cublasComputeType_t compute, cudaDataType_t scale) { return blank((void **)out); }
+API cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *out, cudaDataType type, uint64_t rows, uint64_t columns, int64_t ld) { return blank((void **)out); }
+API cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *out) { return blank((void **)out); }
+API cublasStatus_t cublasLtMatrixTransformDescCreate(cublasLtMatrixTransformDesc_t *out, cudaDataType scale) { return blank((void **)out); }
+API cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t object) { return gone(object); }
+API cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t object) { return gone(object); }
+API cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t object) { return gone(object); }
+API cublasStatus_t cublasLtMatrixTransformDescDestroy(cublasLtMatrixTransformDesc_t object) { return gone(object); }
+
+// The heuristic always offers one algorithm that needs no workspace, so PyTorch never falls back to plain cuBLAS.
+static cublasStatus_t one_result(cublasLtMatmulHeuristicResult_t *out) {
+  memset(out, 0, sizeof *out);
+  out->state = CUBLAS_STATUS_SUCCESS;
+  out->wavesCount = 1.0f;
+  return CUBLAS_STATUS_SUCCESS;
+}
+API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a,
+                                                  cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                                  cublasLtMatmulPreference_t preference, int wanted,
                                                   cublasLtMatmulHeuristicResult_t results[], int *got) {
-  (void)h; (void)op; (void)a; (void)b; (void)c; (void)d; (void)p;
-  *got = want > 0;
-  if (want > 0) one_result(&results[0]);
-  return CUBLAS_STATUS_SUCCESS;
+  *got = wanted > 0;
+  return wanted > 0 ? one_result(&results[0]) : CUBLAS_STATUS_SUCCESS;
 }
-API cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t h, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a,
+API cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a,
                                            cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
-                                           const cublasLtMatmulAlgo_t *algo, cublasLtMatmulHeuristicResult_t *r) {
-  (void)h; (void)op; (void)a; (void)b; (void)c; (void)d; (void)algo;
-  one_result(r);
+                                           const cublasLtMatmulAlgo_t *algorithm, cublasLtMatmulHeuristicResult_t *out) {
+  return one_result(out);
+}
+API cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute,
+                                                        void *out, size_t bytes, size_t *written) {
+  if (out) memset(out, 0, bytes);
+  if (written) *written = bytes;
   return CUBLAS_STATUS_SUCCESS;
 }
-API cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *algo, cublasLtMatmulAlgoConfigAttributes_t attr,
-                                                        void *buf, size_t n, size_t *written) {
-  (void)algo; (void)attr;
-  if (buf) memset(buf, 0, n);
-  if (written) *written = n;
-  return CUBLAS_STATUS_SUCCESS;
-}
-
-#define NOP(name) API int nop_##name(void) __asm__(#name); int nop_##name(void) { return 0; }
-#define NOP4(suffix) NOP(cublasS##suffix) NOP(cublasD##suffix) NOP(cublasC##suffix) NOP(cublasZ##suffix)
-NOP(cublasDestroy_v2) NOP(cublasSetStream_v2) NOP(cublasSetWorkspace_v2) NOP(cublasSetSmCountTarget)
-NOP(cublasGemmEx) NOP(cublasGemmStridedBatchedEx) NOP(cublasSgemmEx) NOP(cublasDotEx)
-NOP(cublasSdot_v2) NOP(cublasDdot_v2) NOP(cublasCdotc_v2) NOP(cublasCdotu_v2) NOP(cublasZdotc_v2) NOP(cublasZdotu_v2)
-NOP4(gemm_v2) NOP4(gemmStridedBatched) NOP4(gemmBatched) NOP4(gemv_v2) NOP4(trsm_v2) NOP4(trsmBatched)
-NOP4(geqrfBatched) NOP4(getrfBatched) NOP4(getrsBatched) NOP4(gelsBatched)
-NOP(cublasLtMatmul) NOP(cublasLtMatmulAlgoInit) NOP(cublasLtMatmulAlgoConfigSetAttribute)
-NOP(cublasLtMatmulDescSetAttribute) NOP(cublasLtMatmulPreferenceSetAttribute) NOP(cublasLtMatrixLayoutSetAttribute)
+EXPORT_CONSTANT(cublasLtMatmul, CUBLAS_STATUS_SUCCESS)
+EXPORT_CONSTANT(cublasLtMatrixTransform, CUBLAS_STATUS_SUCCESS)
+EXPORT_CONSTANT(cublasLtMatmulAlgoInit, CUBLAS_STATUS_SUCCESS)
+EXPORT_CONSTANT(cublasLtMatmulAlgoConfigSetAttribute, CUBLAS_STATUS_SUCCESS)
+EXPORT_CONSTANT(cublasLtMatmulDescSetAttribute, CUBLAS_STATUS_SUCCESS)
+EXPORT_CONSTANT(cublasLtMatmulPreferenceSetAttribute, CUBLAS_STATUS_SUCCESS)
+EXPORT_CONSTANT(cublasLtMatrixLayoutSetAttribute, CUBLAS_STATUS_SUCCESS)
+EXPORT_CONSTANT(cublasLtMatrixTransformDescSetAttribute, CUBLAS_STATUS_SUCCESS)

@@ -1,15 +1,16 @@
-// What memfit itself asks of the made-up GPU, through ctypes, and the names of calls that it does not model.
+// What memfit itself asks of the made-up GPU, through ctypes. None of it brings the device to life.
 #include "stub.h"
 
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
-// The account as JSON, in bytes and counts; "alive" says whether anything has touched the device yet.
+// The account as JSON, in bytes and counts. "alive" says whether anything has touched the device yet; until then the
+// totals are 0, because its environment has not been read.
 API const char *memfit_stats(void) {
-  static char text[768];
-  bool alive = device_is_alive();
-  lock();
+  static __thread char text[768];
+  bool alive = lock_quietly();
   snprintf(text, sizeof text,
            "{\"alive\":%s,\"used_bytes\":%zu,\"peak_bytes\":%zu,\"context_bytes\":%zu,\"total_bytes\":%zu,\"nvml_total_bytes\":%zu,"
            "\"mallocs\":%lu,\"frees\":%lu,\"creates\":%lu,\"releases\":%lu,\"maps\":%lu,\"unmaps\":%lu,\"failed\":%lu,\"launches\":%lu}",
@@ -20,44 +21,51 @@ API const char *memfit_stats(void) {
   return text;
 }
 
-// For the NVML library beside this one. Bytes that the process holds, its context included; 0 before the first call.
+// Bytes that the process holds, its context included; 0 before the first call. For the NVML library beside this one.
 API size_t memfit_process_bytes(void) {
-  if (!device_is_alive()) return 0;
-  lock();
-  size_t bytes = settings.context_bytes + account.used_bytes;
+  size_t bytes = lock_quietly() ? settings.context_bytes + account.used_bytes : 0;
   unlock();
   return bytes;
 }
 
+// ----------------------------------------------------------------- lists of names ----
+
 #define NAMES_MOST 256
 
-static pthread_mutex_t names_mutex = PTHREAD_MUTEX_INITIALIZER;
-static const char *names[NAMES_MOST];
-static int names_count;
+typedef struct { const char *names[NAMES_MOST]; int count; } Names;
 
-// Notes each name once.
-void note_unknown_call(const char *name) {
+static pthread_mutex_t names_mutex = PTHREAD_MUTEX_INITIALIZER;
+static Names unknown_calls, estimates;
+
+static void note(Names *list, const char *name) {
   pthread_mutex_lock(&names_mutex);
   int i = 0;
-  while (i < names_count && strcmp(names[i], name)) i++;
-  if (i == names_count && names_count < NAMES_MOST) {
-    char *copy = strdup(name);
-    if (copy) names[names_count++] = copy;
-  }
+  while (i < list->count && strcmp(list->names[i], name)) i++;
+  char *copy = i == list->count && i < NAMES_MOST ? strdup(name) : NULL;
+  if (copy) list->names[list->count++] = copy;
   pthread_mutex_unlock(&names_mutex);
-  if (settings.log) fprintf(stderr, "[memfit gpu] not modelled: %s\n", name);
 }
 
-// The trapped calls so far, as a JSON list of names.
-API const char *memfit_unknown_calls(void) {
-  static char text[NAMES_MOST * 80];
+void note_unknown_call(const char *name) {
+  note(&unknown_calls, name);
+  if (settings.log) fprintf(stderr, "[memfit gpu] not modelled: %s\n", name);
+}
+void note_estimate(const char *what) { note(&estimates, what); }
+
+static const char *as_json(const Names *list) {
+  static __thread char text[NAMES_MOST * 80];
   size_t at = 0;
   pthread_mutex_lock(&names_mutex);
   text[at++] = '[';
-  for (int i = 0; i < names_count && at + strlen(names[i]) + 8 < sizeof text; i++)
-    at += (size_t)snprintf(text + at, sizeof text - at, "%s\"%s\"", i ? "," : "", names[i]);
-  text[at++] = ']';
-  text[at] = 0;
+  for (int i = 0; i < list->count && at + strlen(list->names[i]) + 8 < sizeof text; i++)
+    at += (size_t)snprintf(text + at, sizeof text - at, "%s\"%s\"", i ? "," : "", list->names[i]);
   pthread_mutex_unlock(&names_mutex);
+  memcpy(text + at, "]", 2);
   return text;
 }
+
+// Calls that were refused so far, as a JSON list of names.
+API const char *memfit_unknown_calls(void) { return as_json(&unknown_calls); }
+
+// Sizes so far that came from a rule and not from the real library, as a JSON list of names.
+API const char *memfit_estimates(void) { return as_json(&estimates); }

@@ -1,49 +1,78 @@
-// cuDNN entry points that PyTorch calls for convolution, batch norm and
-// attention. Graphs build, one engine is always found, nothing is computed.
+// cuDNN for convolution, batch norm and attention: graphs build, one engine is always found, nothing is computed.
 //
-// What only the real cuDNN knows is how much workspace its engines want:
-// here every plan wants MEMFIT_CUDNN_WORKSPACE_BYTES bytes (default 0), so peaks
-// of convolutions and of cuDNN attention are lower bounds.
+// What only the real cuDNN knows is how much workspace its engines want. Here every plan wants
+// MEMFIT_CUDNN_WORKSPACE_BYTES (0), and the reserve space of batch norm is 0, so peaks of convolutions and of cuDNN's
+// attention are lower bounds; the first such plan is noted as an estimate.
+//
+// Descriptors are the real library's (they hold numbers and touch no device), except where a file here says otherwise.
+#include "stub.h"
+
 #include <cudnn.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define API __attribute__((visibility("default")))
-#define S cudnnStatus_t
-#define DONE { return CUDNN_STATUS_SUCCESS; }
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
-static int token;
-static __thread cudaStream_t stream_now;
+typedef cudnnStatus_t Status;
+#define DONE CUDNN_STATUS_SUCCESS
 
-static int64_t workspace(void) {
-  const char *s = getenv("MEMFIT_CUDNN_WORKSPACE_BYTES");
-  return s ? strtoll(s, NULL, 0) : 0;
+static size_t workspace(void) {
+  lock();
+  size_t bytes = settings.cudnn_workspace_bytes;
+  unlock();
+  note_estimate("cuDNN workspace");
+  return bytes;
 }
 
-API S cudnnCreate(cudnnHandle_t *h) { *h = (cudnnHandle_t)&token; return CUDNN_STATUS_SUCCESS; }
-API S cudnnDestroy(cudnnHandle_t h) DONE
-API S cudnnSetStream(cudnnHandle_t h, cudaStream_t s) { stream_now = s; return CUDNN_STATUS_SUCCESS; }
-API S cudnnGetStream(cudnnHandle_t h, cudaStream_t *s) { *s = stream_now; return CUDNN_STATUS_SUCCESS; }
+// ---------------------------------------------------------------------- handles ----
 
-// Graph API: a descriptor remembers nothing.
-API S cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t t, cudnnBackendDescriptor_t *d) { *d = calloc(1, 64); return CUDNN_STATUS_SUCCESS; }
-API S cudnnBackendDestroyDescriptor(cudnnBackendDescriptor_t d) { free(d); return CUDNN_STATUS_SUCCESS; }
-API S cudnnBackendSetAttribute(cudnnBackendDescriptor_t d, cudnnBackendAttributeName_t n, cudnnBackendAttributeType_t t, int64_t c, const void *v) DONE
-API S cudnnBackendFinalize(cudnnBackendDescriptor_t d) DONE
-API S cudnnBackendExecute(cudnnHandle_t h, cudnnBackendDescriptor_t plan, cudnnBackendDescriptor_t pack) DONE
+typedef struct { cudaStream_t stream; } Handle;
 
-static size_t elem_size(cudnnBackendAttributeType_t t) {
-  switch (t) {
-    case CUDNN_TYPE_INT64: case CUDNN_TYPE_DOUBLE: case CUDNN_TYPE_HANDLE: case CUDNN_TYPE_VOID_PTR: return 8;
-    case CUDNN_TYPE_CHAR: case CUDNN_TYPE_BOOLEAN: return 1;
+API Status cudnnCreate(cudnnHandle_t *out) {
+  *out = calloc(1, sizeof(Handle));
+  return *out ? DONE : CUDNN_STATUS_ALLOC_FAILED;
+}
+API Status cudnnDestroy(cudnnHandle_t handle) {
+  free(handle);
+  return DONE;
+}
+API Status cudnnSetStream(cudnnHandle_t handle, cudaStream_t stream) {
+  ((Handle *)handle)->stream = stream;
+  return DONE;
+}
+API Status cudnnGetStream(cudnnHandle_t handle, cudaStream_t *stream) {
+  *stream = ((Handle *)handle)->stream;
+  return DONE;
+}
+
+// ----------------------------------------------- the graph API: a descriptor remembers nothing ----
+
+API Status cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t type, cudnnBackendDescriptor_t *out) {
+  *out = calloc(1, 64);
+  return *out ? DONE : CUDNN_STATUS_ALLOC_FAILED;
+}
+API Status cudnnBackendDestroyDescriptor(cudnnBackendDescriptor_t descriptor) {
+  free(descriptor);
+  return DONE;
+}
+EXPORT_CONSTANT(cudnnBackendSetAttribute, DONE)
+EXPORT_CONSTANT(cudnnBackendFinalize, DONE)
+EXPORT_CONSTANT(cudnnBackendExecute, DONE)
+
+static size_t element_bytes(cudnnBackendAttributeType_t type) {
+  switch (type) {
+    case CUDNN_TYPE_INT64:
+    case CUDNN_TYPE_DOUBLE:
+    case CUDNN_TYPE_HANDLE:
+    case CUDNN_TYPE_VOID_PTR: return 8;
+    case CUDNN_TYPE_CHAR:
+    case CUDNN_TYPE_BOOLEAN: return 1;
     case CUDNN_TYPE_BACKEND_DESCRIPTOR: return 0;  // the caller made them: leave them be
     default: return 4;
   }
 }
-API S cudnnBackendGetAttribute(cudnnBackendDescriptor_t d, cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
-                               int64_t room, int64_t *count, void *out) {
-  int64_t n = 0;
+
+static bool has_one_value(cudnnBackendAttributeName_t name) {
   switch (name) {
     case CUDNN_ATTR_ENGINEHEUR_RESULTS:
     case CUDNN_ATTR_ENGINECFG_ENGINE:
@@ -51,36 +80,128 @@ API S cudnnBackendGetAttribute(cudnnBackendDescriptor_t d, cudnnBackendAttribute
     case CUDNN_ATTR_ENGINECFG_SHARED_MEMORY_USED:
     case CUDNN_ATTR_ENGINE_GLOBAL_INDEX:
     case CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT:
-    case CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE: n = 1; break;
-    default: break;
+    case CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE: return true;
+    default: return false;
   }
-  if (count) *count = n;
-  if (out && n && room > 0) {
-    memset(out, 0, elem_size(type));
-    if (name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE || name == CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE) *(int64_t *)out = workspace();
-    if (name == CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT) *(int64_t *)out = 1;
-  }
-  return CUDNN_STATUS_SUCCESS;
 }
 
-// Batch norm.
-#define T const cudnnTensorDescriptor_t
-#define A const cudnnActivationDescriptor_t
-API S cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(cudnnHandle_t h, cudnnBatchNormMode_t m, cudnnBatchNormOps_t o, T x, T z, T y, T b, A a, size_t *n) { *n = workspace(); return CUDNN_STATUS_SUCCESS; }
-API S cudnnGetBatchNormalizationBackwardExWorkspaceSize(cudnnHandle_t h, cudnnBatchNormMode_t m, cudnnBatchNormOps_t o, T x, T y, T dy, T dz, T dx, T b, A a, size_t *n) { *n = workspace(); return CUDNN_STATUS_SUCCESS; }
-API S cudnnGetBatchNormalizationTrainingExReserveSpaceSize(cudnnHandle_t h, cudnnBatchNormMode_t m, cudnnBatchNormOps_t o, A a, T x, size_t *n) { *n = 0; return CUDNN_STATUS_SUCCESS; }
+API Status cudnnBackendGetAttribute(cudnnBackendDescriptor_t descriptor, cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
+                                    int64_t room, int64_t *count, void *out) {
+  bool any = has_one_value(name);
+  if (count) *count = any;
+  if (!out || !any || room <= 0) return DONE;
+  memset(out, 0, element_bytes(type));
+  if (name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE || name == CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE) *(int64_t *)out = (int64_t)workspace();
+  if (name == CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT) *(int64_t *)out = 1;
+  return DONE;
+}
 
-#define NOP(name) API S nop_##name(void) __asm__(#name); S nop_##name(void) DONE
-NOP(cudnnBatchNormalizationForwardTrainingEx) NOP(cudnnBatchNormalizationBackwardEx) NOP(cudnnBatchNormalizationForwardInference)
-NOP(cudnnPoolingForward)
+// ------------------------------------------------------------------- batch norm ----
 
-// Everything else that would take the fake handle into the real library.
-#define NO(name) API S no_##name(void) __asm__(#name); S no_##name(void) { return CUDNN_STATUS_NOT_SUPPORTED; }
-NO(cudnnConvolutionForward) NO(cudnnConvolutionBackwardData) NO(cudnnConvolutionBackwardFilter) NO(cudnnConvolutionBiasActivationForward)
-NO(cudnnFindConvolutionForwardAlgorithmEx) NO(cudnnFindConvolutionBackwardDataAlgorithmEx) NO(cudnnFindConvolutionBackwardFilterAlgorithmEx)
-NO(cudnnGetConvolutionForwardAlgorithm_v7) NO(cudnnGetConvolutionBackwardDataAlgorithm_v7) NO(cudnnGetConvolutionBackwardFilterAlgorithm_v7)
-NO(cudnnGetConvolutionForwardWorkspaceSize) NO(cudnnGetConvolutionBackwardDataWorkspaceSize) NO(cudnnGetConvolutionBackwardFilterWorkspaceSize)
-NO(cudnnCTCLoss) NO(cudnnCTCLoss_v8) NO(cudnnGetCTCLossWorkspaceSize) NO(cudnnGetCTCLossWorkspaceSize_v8)
-NO(cudnnDropoutGetStatesSize) NO(cudnnSetDropoutDescriptor) NO(cudnnRestoreDropoutDescriptor)
-NO(cudnnRNNForward) NO(cudnnRNNBackwardData_v8) NO(cudnnRNNBackwardWeights_v8) NO(cudnnGetRNNTempSpaceSizes) NO(cudnnGetRNNWeightSpaceSize) NO(cudnnGetRNNWeightParams)
-NO(cudnnSpatialTfGridGeneratorForward) NO(cudnnSpatialTfGridGeneratorBackward) NO(cudnnSpatialTfSamplerForward) NO(cudnnSpatialTfSamplerBackward)
+typedef const cudnnTensorDescriptor_t Tensor;
+typedef const cudnnActivationDescriptor_t Activation;
+
+API Status cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(cudnnHandle_t handle, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops,
+                                                                    Tensor x, Tensor z, Tensor y, Tensor statistics, Activation activation,
+                                                                    size_t *bytes) {
+  *bytes = workspace();
+  return DONE;
+}
+API Status cudnnGetBatchNormalizationBackwardExWorkspaceSize(cudnnHandle_t handle, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops, Tensor x,
+                                                             Tensor y, Tensor dy, Tensor dz, Tensor dx, Tensor statistics,
+                                                             Activation activation, size_t *bytes) {
+  *bytes = workspace();
+  return DONE;
+}
+API Status cudnnGetBatchNormalizationTrainingExReserveSpaceSize(cudnnHandle_t handle, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops,
+                                                                Activation activation, Tensor x, size_t *bytes) {
+  *bytes = 0;
+  return DONE;
+}
+EXPORT_CONSTANT(cudnnBatchNormalizationForwardTrainingEx, DONE)
+EXPORT_CONSTANT(cudnnBatchNormalizationBackwardEx, DONE)
+EXPORT_CONSTANT(cudnnBatchNormalizationForwardInference, DONE)
+
+// ------------------------------------------------ convolution, as before the graph API ----
+
+#define FIND(name, Performance) \
+  static Status name(int wanted, int *got, Performance *out) { \
+    *got = wanted > 0; \
+    if (wanted <= 0) return DONE; \
+    memset(out, 0, sizeof *out); \
+    out->algo = 1; /* implicit precomputed GEMM forward, algorithm 1 backward */ \
+    out->time = 1.0f; \
+    out->memory = workspace(); \
+    return DONE; \
+  }
+FIND(forward_choice, cudnnConvolutionFwdAlgoPerf_t)
+FIND(data_choice, cudnnConvolutionBwdDataAlgoPerf_t)
+FIND(filter_choice, cudnnConvolutionBwdFilterAlgoPerf_t)
+
+typedef const cudnnFilterDescriptor_t Filter;
+typedef const cudnnConvolutionDescriptor_t Convolution;
+
+API Status cudnnGetConvolutionForwardAlgorithm_v7(cudnnHandle_t handle, Tensor x, Filter w, Convolution convolution, Tensor y, const int wanted,
+                                                  int *got, cudnnConvolutionFwdAlgoPerf_t *out) { return forward_choice(wanted, got, out); }
+API Status cudnnGetConvolutionBackwardDataAlgorithm_v7(cudnnHandle_t handle, Filter w, Tensor dy, Convolution convolution, Tensor dx,
+                                                       const int wanted, int *got, cudnnConvolutionBwdDataAlgoPerf_t *out) { return data_choice(wanted, got, out); }
+API Status cudnnGetConvolutionBackwardFilterAlgorithm_v7(cudnnHandle_t handle, Tensor x, Tensor dy, Convolution convolution, Filter dw,
+                                                         const int wanted, int *got, cudnnConvolutionBwdFilterAlgoPerf_t *out) { return filter_choice(wanted, got, out); }
+API Status cudnnFindConvolutionForwardAlgorithmEx(cudnnHandle_t handle, Tensor xd, const void *x, Filter wd, const void *w, Convolution convolution,
+                                                  Tensor yd, void *y, const int wanted, int *got, cudnnConvolutionFwdAlgoPerf_t *out, void *space,
+                                                  size_t space_bytes) { return forward_choice(wanted, got, out); }
+API Status cudnnFindConvolutionBackwardDataAlgorithmEx(cudnnHandle_t handle, Filter wd, const void *w, Tensor dyd, const void *dy,
+                                                       Convolution convolution, Tensor dxd, void *dx, const int wanted, int *got,
+                                                       cudnnConvolutionBwdDataAlgoPerf_t *out, void *space, size_t space_bytes) { return data_choice(wanted, got, out); }
+API Status cudnnFindConvolutionBackwardFilterAlgorithmEx(cudnnHandle_t handle, Tensor xd, const void *x, Tensor dyd, const void *y,
+                                                         Convolution convolution, Filter dwd, void *dw, const int wanted, int *got,
+                                                         cudnnConvolutionBwdFilterAlgoPerf_t *out, void *space, size_t space_bytes) { return filter_choice(wanted, got, out); }
+API Status cudnnGetConvolutionForwardWorkspaceSize(cudnnHandle_t handle, Tensor x, Filter w, Convolution convolution, Tensor y,
+                                                   cudnnConvolutionFwdAlgo_t algorithm, size_t *bytes) {
+  *bytes = workspace();
+  return DONE;
+}
+API Status cudnnGetConvolutionBackwardDataWorkspaceSize(cudnnHandle_t handle, Filter w, Tensor dy, Convolution convolution, Tensor dx,
+                                                        cudnnConvolutionBwdDataAlgo_t algorithm, size_t *bytes) {
+  *bytes = workspace();
+  return DONE;
+}
+API Status cudnnGetConvolutionBackwardFilterWorkspaceSize(cudnnHandle_t handle, Tensor x, Tensor dy, Convolution convolution, Filter dw,
+                                                          cudnnConvolutionBwdFilterAlgo_t algorithm, size_t *bytes) {
+  *bytes = workspace();
+  return DONE;
+}
+EXPORT_CONSTANT(cudnnConvolutionForward, DONE)
+EXPORT_CONSTANT(cudnnConvolutionBackwardData, DONE)
+EXPORT_CONSTANT(cudnnConvolutionBackwardFilter, DONE)
+EXPORT_CONSTANT(cudnnConvolutionBiasActivationForward, DONE)
+
+// --------------------------------------------------------------------- CTC loss ----
+// ESTIMATE. The workspace is taken as two copies of the probabilities (steps x batch x labels, fp32).
+
+static Status ctc_workspace(Tensor probabilities, size_t *bytes) {
+  cudnnDataType_t type;
+  int dimensions = 0, shape[8] = {0}, strides[8];
+  Status status = cudnnGetTensorNdDescriptor(probabilities, 3, &type, &dimensions, shape, strides);
+  *bytes = 2 * sizeof(float) * (size_t)shape[0] * (size_t)shape[1] * (size_t)shape[2];
+  note_estimate("cuDNN CTC workspace");
+  return status;
+}
+API Status cudnnGetCTCLossWorkspaceSize(cudnnHandle_t handle, Tensor probabilities, Tensor gradients, const int *labels, const int *label_lengths,
+                                        const int *input_lengths, cudnnCTCLossAlgo_t algorithm, cudnnCTCLossDescriptor_t descriptor, size_t *bytes) {
+  return ctc_workspace(probabilities, bytes);
+}
+API Status cudnnGetCTCLossWorkspaceSize_v8(cudnnHandle_t handle, cudnnCTCLossAlgo_t algorithm, cudnnCTCLossDescriptor_t descriptor,
+                                           Tensor probabilities, Tensor gradients, size_t *bytes) {
+  return ctc_workspace(probabilities, bytes);
+}
+EXPORT_CONSTANT(cudnnCTCLoss, DONE)
+EXPORT_CONSTANT(cudnnCTCLoss_v8, DONE)
+
+// ------------------------------------------------------- calls that want no workspace ----
+
+EXPORT_CONSTANT(cudnnPoolingForward, DONE)
+EXPORT_CONSTANT(cudnnSpatialTfGridGeneratorForward, DONE)
+EXPORT_CONSTANT(cudnnSpatialTfGridGeneratorBackward, DONE)
+EXPORT_CONSTANT(cudnnSpatialTfSamplerForward, DONE)
+EXPORT_CONSTANT(cudnnSpatialTfSamplerBackward, DONE)

@@ -222,7 +222,7 @@ API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdevicep
 
 // Which device range holds p: its base address, and how many ranges were taken before it (-1: none).
 API long memfit_range(uintptr_t p, uintptr_t *base) {
-  lock();
+  lock_quietly();
   Range *range = ranges_find(&device, p);
   long ordinal = range ? (long)range->ordinal : -1;
   if (range) *base = range->at;

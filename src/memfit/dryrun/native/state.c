@@ -77,11 +77,9 @@ void lock(void) {
 
 void unlock(void) { pthread_mutex_unlock(&mutex); }
 
-bool device_is_alive(void) {
+bool lock_quietly(void) {
   pthread_mutex_lock(&mutex);
-  bool answer = alive;
-  pthread_mutex_unlock(&mutex);
-  return answer;
+  return alive;
 }
 
 bool charge(size_t bytes) {

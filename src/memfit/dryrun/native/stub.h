@@ -54,11 +54,14 @@ extern Account account;
 // library is loaded, so that a forked child may still choose its GPU.
 void lock(void);
 void unlock(void);
-bool device_is_alive(void);  // without bringing it to life
+bool lock_quietly(void);  // without bringing it to life; says whether it is alive
 
 cudaError_t fail(cudaError_t error);  // notes it for cudaGetLastError and returns it
 void say(const char *format, ...) __attribute__((format(printf, 1, 2)));  // on stderr, if logging is on
+
+// Two lists of names, each name once: calls that were refused, and sizes that were made up by a documented rule.
 void note_unknown_call(const char *name);
+void note_estimate(const char *what);
 
 bool charge(size_t bytes);  // takes physical memory, or says that there is not enough; lock is held
 void discharge(size_t bytes);
