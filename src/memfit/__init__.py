@@ -1,7 +1,7 @@
 """memfit: know, plan and prove the GPU memory of a PyTorch job before a GPU is rented.
 
-Everything that users type imports from here, and nothing is loaded before it is used: ``import memfit`` imports
-neither torch nor any part of memfit.
+Everything that users type imports from here, and nothing is loaded before it is used: ``import memfit``
+imports neither torch nor any part of memfit.
 """
 
 from __future__ import annotations

@@ -1,0 +1,49 @@
+"""Marks that need something of the machine are skipped with the reason where it is missing."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit.core.errors import CannotRunHere
+
+
+@functools.cache
+def _no_dry_run() -> str | None:
+    """Why the made-up GPU cannot be had here, or None. Builds it, which is kept for all later runs."""
+    if not sys.platform.startswith("linux"):
+        return "the dry run needs Linux"
+    from memfit.dryrun.build import build_stub
+
+    try:
+        build_stub()
+    except CannotRunHere as reason:
+        return str(reason)
+    return None
+
+
+def _no_gpu() -> str | None:
+    found = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi")
+    return None if found else "no NVIDIA GPU here"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what cannot run here."""
+    for mark, reason_of in (("dryrun", _no_dry_run), ("gpu", _no_gpu)):
+        reason = reason_of() if item.get_closest_marker(mark) else None
+        if reason:
+            pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def shared_folder() -> Path:
+    """The folder with recordings too large for the repository: MEMFIT_SHARED, or ../shared."""
+    folder = Path(os.environ.get("MEMFIT_SHARED") or Path(__file__).parents[2] / "shared")
+    if not folder.is_dir():
+        pytest.skip(f"no shared recordings here ({folder}); MEMFIT_SHARED names their folder")
+    return folder
