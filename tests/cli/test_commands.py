@@ -29,7 +29,7 @@ def run_fit(monkeypatch, capsys):
     """Run `memfit fit` on a result made by hand: (report, *options) → (code, stdout, stderr)."""
 
     def run(report, *options: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(fit_command, "_search", lambda asked, quiet: report.result)
+        monkeypatch.setattr(fit_command, "_search", lambda asked, traces, quiet: report.result)
         code = cli.main(["fit", "hf:gpt2,batch=8", "--gpu", "rtx3060-12gb", *options])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -99,7 +99,9 @@ def test_traces_named_by_the_result_become_charts(fitted, run_fit, tmp_path):
     ],
 )
 def test_files_that_cannot_be_written_stop_it_before_the_work(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(fit_command, "_search", lambda asked, quiet: pytest.fail("the long work began"))
+    monkeypatch.setattr(
+        fit_command, "_search", lambda asked, traces, quiet: pytest.fail("the long work began")
+    )
     assert cli.main(["fit", "hf:gpt2", "--gpu", "rtx3060-12gb", *options]) == 2
     message = capsys.readouterr().err
     assert words in message

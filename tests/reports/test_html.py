@@ -158,7 +158,7 @@ document.title = "PROBE " + JSON.stringify([sent !== hidden, sent === paths(), t
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_the_script_runs_in_a_browser(fitted, tmp_path):
-    """Hiding a category redraws, showing it again gives the drawing that came with the page, and a hover tells."""
+    """Hiding a category redraws, showing it again gives the drawing that was sent, a hover tells."""
     page = tmp_path / "r.html"
     page.write_text(fit_page(fitted).replace("</body>", PROBE), encoding="utf-8")
     profile = f"--user-data-dir={tmp_path / 'profile'}"

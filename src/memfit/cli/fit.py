@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -95,12 +97,20 @@ def fit(
         report=report, plan_file=plan_file, png=png,
     )  # fmt: skip
     asked.check_outputs()
-    result = _search(asked, quiet=as_json)
-    written = _write(asked, result)
+    # The traces are read for the charts and then no longer needed.
+    with tempfile.TemporaryDirectory(prefix="memfit-") as traces:
+        result = _search(asked, Path(traces), quiet=as_json)
+        shown = _report(asked, result)
+    written = _write(asked, shown)
     if as_json:
-        print_json({**result.to_json(), "files": {name: str(path) for name, path in written.items()}})
+        print_json(
+            {
+                **_without_traces(result.to_json()),
+                "files": {name: str(path) for name, path in written.items()},
+            }
+        )
     else:
-        _print(asked, result, written)
+        _print(asked, shown, written)
     return 0 if result.fits else EXIT_DOES_NOT_FIT
 
 
@@ -143,26 +153,44 @@ class Asked:
         return shell_line([*words, *([] if self.verify else ["--no-verify"])])
 
 
-def _search(asked: Asked, *, quiet: bool) -> FitResult:
+STAGES: Mapping[str, str] = {
+    "plain step": "running the plain step",
+    "options": "measuring what blocks can keep",
+    "plans": "trying plans",
+    "finalists": "running the best plans in processes of their own",
+    "lower bound": "proving how little must be computed again",
+    "verify": "comparing plain and planned steps on real values",
+}
+
+
+def _search(asked: Asked, traces: Path, *, quiet: bool) -> FitResult:
     """The long work: read the workload, plan, measure, verify."""
     from memfit.core.devices import find_gpu
     from memfit.core.units import parse_bytes
+    from memfit.planning.fit import fit as search
 
     gpu = find_gpu(asked.gpu)
     budget_bytes = None if asked.budget is None else parse_bytes(asked.budget, what="--budget")
     with progress(quiet=quiet) as update:
-        update("reading the workload")
-        from memfit.planning import plan
-
-        return plan(
+        update("loading torch and the workload")
+        return search(
             asked.workload,
             gpu=gpu,
             budget=budget_bytes,
             allow=asked.allow.value,
             verify=asked.verify,
             engine=asked.engine.value,
-            progress=update,
+            traces=traces,
+            progress=lambda stage, done, total: update(STAGES.get(stage, stage), done, total),
         )
+
+
+def _without_traces(result: dict[str, Any]) -> dict[str, Any]:
+    """The result without the names of traces that are gone."""
+    for step in ("plain", "planned"):
+        if result[step] is not None:
+            result[step] = {**result[step], "trace_path": None}
+    return result
 
 
 def _report(asked: Asked, result: FitResult) -> FitReport:
@@ -176,32 +204,32 @@ def _report(asked: Asked, result: FitResult) -> FitReport:
     )
 
 
-def _write(asked: Asked, result: FitResult) -> dict[str, Path]:
+def _write(asked: Asked, report: FitReport) -> dict[str, Path]:
     """Write the files that were asked for; name → path of those written."""
     from memfit.core.files import write_atomically
 
     written: dict[str, Path] = {}
-    if asked.plan_file is not None and result.plan is not None:
-        written["plan"] = result.plan.save(asked.plan_file)
+    if asked.plan_file is not None and report.result.plan is not None:
+        written["plan"] = report.result.plan.save(asked.plan_file)
     if asked.report is not None:
         from memfit.reports.html import fit_page
 
-        written["report"] = write_atomically(asked.report, fit_page(_report(asked, result)))
+        written["report"] = write_atomically(asked.report, fit_page(report))
     if asked.png is not None:
         from memfit.reports.figures import render_figures
 
-        for name, data in render_figures(_report(asked, result)).items():
+        for name, data in render_figures(report).items():
             written[f"png_{name}"] = write_atomically(asked.png / f"memfit-{name}.png", data)
     return written
 
 
-def _print(asked: Asked, result: FitResult, written: dict[str, Path]) -> None:
+def _print(asked: Asked, report: FitReport, written: Mapping[str, Path]) -> None:
     from rich.console import Group
     from rich.text import Text
 
     from memfit.reports.text import fit_text
 
-    lines: list[Any] = [fit_text(_report(asked, result)), ""]
+    lines: list[Any] = [fit_text(report), ""]
     lines += [
         Text.assemble((f"{name.replace('_', ' ')}: ", "dim"), str(path)) for name, path in written.items()
     ]

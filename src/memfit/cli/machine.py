@@ -188,7 +188,7 @@ def _trial(gpu: GPU) -> Check:
 
 def _real_gpu() -> Check:
     try:
-        import pynvml  # type: ignore[import-untyped]
+        import pynvml
     except ImportError:
         return Check(
             name="real GPU",

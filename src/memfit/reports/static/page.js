@@ -79,7 +79,7 @@
       this.tip.hidden = false;
       const width = this.tip.offsetWidth;
       this.tip.style.left = Math.max(0, left + 14 + width > rect.width ? left - width - 14 : left + 14) + "px";
-      this.tip.style.top = this.svg.offsetTop + 34 + "px";
+      this.tip.style.top = rect.top - this.svg.parentNode.getBoundingClientRect().top + 34 + "px";
     }
     fillTip(point) {
       const event = this.series.events[point];
