@@ -26,7 +26,8 @@ from memfit.techniques import TECHNIQUES, Technique, undo
 from memfit.techniques.blocks import block_names
 
 STEPS = 3
-QUICK_STEPS = 2
+QUICK_STEPS = 1
+"""Steps before the one that is measured: the optimizer makes its state in the first."""
 _COUNTERS = ("requested", "allocated", "reserved")
 
 

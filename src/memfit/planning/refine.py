@@ -11,7 +11,7 @@ from memfit.planning.problems import schedule_of
 from memfit.planning.schedules import Lever
 from memfit.planning.solve import solve
 
-ROUNDS = 4
+ROUNDS = 6
 SLACK_SHARE = 0.01
 """Where a plan leaves more than this part of the budget unused, the next round may use more."""
 
@@ -46,30 +46,25 @@ class Refiner:
         tried, the last one last.
         """
         tried: list[Try] = []
-        fitting, failing = 0, 0  # allowances known to fit, and not to
+        failing = None  # the least sum of a plan that did not fit
         for _ in range(ROUNDS):
-            attempt = self._attempt(allowance_bytes)
-            if attempt is None:
+            solution = solve(self.case.problem, allowance_bytes)
+            if solution is None:
                 break
+            attempt = self._try(solution.choice)
+            known = any(attempt.key == other.key for other in tried)
             tried.append(attempt)
             over = attempt.peaks.reserved_bytes - self.budget_bytes
             if over > 0:
-                failing = min(failing, allowance_bytes) if failing else allowance_bytes
-                allowance_bytes -= max(over, int(0.002 * self.budget_bytes))
-                if allowance_bytes <= fitting:
-                    break
+                failing = min(failing or solution.peak_bytes, solution.peak_bytes)
+                allowance_bytes = solution.peak_bytes - over
+            elif known or -over <= SLACK_SHARE * self.budget_bytes or solution.recompute_seconds <= 0:
+                break
             else:
-                fitting = max(fitting, allowance_bytes)
-                if -over <= SLACK_SHARE * self.budget_bytes or attempt.seconds <= self.case.base_seconds:
-                    break
-                allowance_bytes -= over
-                if failing:
-                    allowance_bytes = min(allowance_bytes, (fitting + failing) // 2)
+                allowance_bytes = solution.peak_bytes - over
+                if failing is not None:
+                    allowance_bytes = min(allowance_bytes, failing - 1)
         return tried
-
-    def _attempt(self, allowance_bytes: int) -> Try | None:
-        solution = solve(self.case.problem, allowance_bytes)
-        return None if solution is None else self._try(solution.choice)
 
     def _try(self, choice: Sequence[int]) -> Try:
         seconds = self.case.base_seconds + self.case.problem.recompute_seconds(choice)

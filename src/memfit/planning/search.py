@@ -37,7 +37,7 @@ OPTIONS_PER_BLOCK = 12
 MOST_MIXES = 10
 LOCAL_STEPS = 16
 FINALISTS = 12
-OPTIMISM = 0.04
+OPTIMISM = 0.002
 """A fresh process may reserve this much less than the quick measurement says, so such plans are tried as well."""
 
 
@@ -108,18 +108,6 @@ class Search:
             asked += 1
             if final.final is not None and final.final.figures.peak_reserved_bytes <= self.budget_bytes:
                 self.progress("finalists", FINALISTS, FINALISTS)
-                return final
-            if asked == FINALISTS:
-                break
-        return self._rescue(bench)
-
-    def _rescue(self, bench: Bench) -> Try | None:
-        """When the fastest did not hold in their own processes: those that reserved least, least first."""
-        fitting = [t for t in bench.tries.values() if t.final is None and t.peaks.failure is None]
-        fitting = [t for t in fitting if t.peaks.reserved_bytes <= self.budget_bytes * (1 + OPTIMISM)]
-        for tried in sorted(fitting, key=lambda t: (t.peaks.reserved_bytes, t.key))[:FINALISTS]:
-            final = bench.finish(tried)
-            if final.final is not None and final.final.figures.peak_reserved_bytes <= self.budget_bytes:
                 return final
         return None
 
