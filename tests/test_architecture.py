@@ -52,9 +52,16 @@ TORCH_FREE_AT_IMPORT = ("dryrun", "planning")
 """Parts whose modules import torch inside functions only, but for `CHILD_MODULES`."""
 
 CHILD_MODULES = {
+    "memfit.dryrun.assumptions",
     "memfit.dryrun.child",
+    "memfit.dryrun.collect",
+    "memfit.dryrun.labels",
+    "memfit.dryrun.owners",
     "memfit.dryrun.probe",
+    "memfit.dryrun.recording",
     "memfit.dryrun.shadow",
+    "memfit.dryrun.steps",
+    "memfit.dryrun.substitutes",
     "memfit.planning.evaluate",
     "memfit.planning.verify",
 }

@@ -1,0 +1,229 @@
+"""Operations whose answer on the made-up GPU is a decision: reads, finiteness checks, sizes that depend on
+data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from memfit.dryrun.shadow import (
+    FLOATS,
+    MISSING,
+    NoteRead,
+    Special,
+    TrueValues,
+    device_tensors,
+    tensors,
+    touches_device,
+)
+
+aten = torch.ops.aten
+
+
+def true_values(note_read: NoteRead) -> TrueValues:
+    """The shadows of a process, with the decisions of this file."""
+    return TrueValues(note_read, SPECIAL)
+
+
+def _read_scalar(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``.item()``, ``bool()``, ``float()``: the true value, or one that is finite, positive and false."""
+    tensor = args[0]
+    if not tensor.is_cuda:
+        return MISSING
+    shadow = values.shadow(tensor)
+    if shadow is not None:
+        return shadow.item()
+    answer = False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+    values.note_read(func, repr(answer))
+    return complex(answer) if tensor.is_complex() else answer
+
+
+def _compare_all(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Operations that answer a Python boolean for whole tensors (`torch.equal`)."""
+    if not touches_device(args, kwargs):
+        return MISSING
+    out = func(*args, **kwargs)
+    true = values.on_cpu(func, args, kwargs)
+    if true is MISSING:
+        values.note_read(func, repr(out))
+        return out
+    return true
+
+
+def _assume(answer: bool) -> Special:
+    """A check of unknown floats: they count as finite numbers."""
+
+    def check(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if not tensor.is_cuda or tensor.dtype not in FLOATS or values.shadow(tensor) is not None:
+            return MISSING
+        out = func(*args, **kwargs)
+        values.learn_uniform(out, answer)
+        return out
+
+    return check
+
+
+def _assume_if(applies: Callable[[Any, Any], bool], answer: bool) -> Special:
+    """`_assume` for a comparison that is a check of finiteness only with certain arguments."""
+    assume = _assume(answer)
+
+    def check(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return assume(values, func, args, kwargs) if applies(args[0], args[1]) else MISSING
+
+    return check
+
+
+def _with_itself(first: Any, second: Any) -> bool:
+    return first is second
+
+
+def _with_no_number(_: Any, scalar: Any) -> bool:
+    return isinstance(scalar, float) and not math.isfinite(scalar)
+
+
+def _unscale(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient scaler's check: no gradient is infinite, so the optimizer steps."""
+    found_inf = args[1]
+    out = func(*args, **kwargs)
+    if found_inf.is_cuda and values.shadow(found_inf) is None:
+        values.learn_uniform(found_inf, 0.0)
+    return out
+
+
+def _fill_new(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A new tensor of one value is known whatever its size, if it holds integers or booleans."""
+    out = func(*args, **kwargs)
+    if type(out) is torch.Tensor and out.is_cuda:
+        if out.dtype not in FLOATS:
+            values.learn_uniform(out, _FILLS[func](args))
+        elif values.keeps(out):
+            values.learn_uniform(out, float(_FILLS[func](args)))
+    return out
+
+
+def _uniform_result(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Logic on large tensors that hold one value throughout gives one value throughout."""
+    if not values.has_uniform:
+        return MISSING
+    inputs = device_tensors(args)
+    known = [values.uniform(tensor) for tensor in inputs]
+    if not inputs or any(value is MISSING for value in known):
+        return MISSING
+    small = iter(
+        [
+            torch.full((1,) * tensor.dim(), value, dtype=tensor.dtype)
+            for tensor, value in zip(inputs, known, strict=True)
+        ]
+    )
+    out = func(*args, **kwargs)
+    if type(out) is torch.Tensor and out.is_cuda:
+        true = func(
+            *[next(small) if isinstance(x, torch.Tensor) and x.is_cuda else x for x in args], **kwargs
+        )
+        values.learn_uniform(out, true.flatten()[0].item())
+    return out
+
+
+def _select_known(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sizes that depend on data (`nonzero`, `unique`): those of the true values where they are known."""
+    if not touches_device(args, kwargs):
+        return MISSING
+    out = func(*args, **kwargs)  # its temporaries are what the device would have
+    true = values.on_cpu(func, args, kwargs)
+    if true is MISSING:
+        values.note_read(func, f"size {_first_size(out)}")
+        return out
+    device = next(iter(tensors(out))).device
+    moved = [value.to(device) for value in tensors(true)]
+    for tensor, value in zip(moved, tensors(true), strict=True):
+        if values.keeps(tensor):
+            values.learn(tensor, value)
+    return moved[0] if isinstance(out, torch.Tensor) else type(out)(moved)
+
+
+def _select_masked(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`masked_select`: the size needs the mask alone."""
+    tensor, mask = args[0], args[1]
+    shadow = values.shadow(mask) if mask.is_cuda else None
+    if shadow is None or values.shadow(tensor) is not None:
+        return _select_known(values, func, args, kwargs)
+    out = func(*args, **kwargs)
+    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+    return out.new_empty(int(shadow.expand(shape).sum()))
+
+
+def _index(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Indexing by a boolean mask: by the positions that the true mask has."""
+    masks = [x for x in args[1] if x is not None and x.is_cuda and x.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        return MISSING
+    if any(values.shadow(mask) is None for mask in masks):
+        values.note_read(func, "size 0")
+        return MISSING
+    indices: list[Any] = []
+    for index in args[1]:
+        if any(index is mask for mask in masks):
+            indices += _positions(values, index)
+        else:
+            indices.append(index)
+    return values.call(func, (args[0], indices, *args[2:]), kwargs)
+
+
+def _positions(values: TrueValues, mask: torch.Tensor) -> list[torch.Tensor]:
+    """The coordinates where ``mask`` is true, on the device, as the kernel would get them from `nonzero`."""
+    found = values.call(aten.nonzero.default, (mask,), {})
+    return list(found.unbind(1))
+
+
+def _first_size(out: Any) -> int:
+    first = next(iter(tensors(out)), None)
+    return 0 if first is None or first.dim() == 0 else first.shape[0]
+
+
+def _overloads(*packets: Any) -> list[Any]:
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+_FILLS: Mapping[Any, Callable[[tuple[Any, ...]], Any]] = {
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), lambda args: 0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda args: 1),
+    **dict.fromkeys((aten.full.default, aten.full_like.default, aten.new_full.default), lambda args: args[1]),
+}
+_FILLS = {**_FILLS, aten.new_full.default: lambda args: args[2]}
+_DYNAMIC = [
+    aten.nonzero.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+]
+_LOGIC = _overloads(
+    aten.any, aten.all, aten.logical_not, aten.bitwise_not, aten.logical_or, aten.logical_and, aten.mul,
+    aten.bitwise_or, aten.bitwise_and, aten.clone, aten.max, aten.min, aten.amax, aten.amin,
+)  # fmt: skip
+
+SPECIAL: Mapping[Any, Special] = {
+    **dict.fromkeys(_LOGIC, _uniform_result),
+    **dict.fromkeys(_FILLS, _fill_new),
+    **dict.fromkeys(_DYNAMIC, _select_known),
+    **dict.fromkeys((aten.index.Tensor, aten.index_put.default, aten.index_put_.default), _index),
+    **dict.fromkeys((aten._index_put_impl_.default, aten._unsafe_index_put.default), _index),
+    aten.masked_select.default: _select_masked,
+    aten._local_scalar_dense.default: _read_scalar,
+    aten.equal.default: _compare_all,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.isnan.default: _assume(False),
+    aten.isinf.default: _assume(False),
+    aten.isposinf.default: _assume(False),
+    aten.isneginf.default: _assume(False),
+    aten.eq.Tensor: _assume_if(_with_itself, True),
+    aten.ne.Tensor: _assume_if(_with_itself, False),
+    aten.eq.Scalar: _assume_if(_with_no_number, False),
+    aten.ne.Scalar: _assume_if(_with_no_number, True),
+}
+"""The operations that are not simply repeated on the shadows."""

@@ -1,0 +1,95 @@
+"""Making the result of a run from what the probe saw, and writing it down for the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from memfit.dryrun.frames import place_in_traceback
+from memfit.dryrun.history import History
+from memfit.dryrun.probe import Probe, device_account
+from memfit.dryrun.result import DryRunResult, Ended, ScriptError
+
+_SNAPSHOT_PROTOCOL = 4  # other viewers read no newer one
+
+
+def write_result(
+    probe: Probe, spec: dict[str, Any], *, ended: str, exit_code: int, error: BaseException | None
+) -> None:
+    """Write the result, and the trace and snapshot if they were asked for, to where the launcher looks for
+    them."""
+    gpu = spec["gpu"]
+    history = probe.history({"gpu": gpu["key"], "torch": torch.__version__, "command": spec["command"]})
+    if spec["trace"]:
+        history.trace.save(spec["trace"])
+    if spec["snapshot"]:
+        _replace(
+            Path(spec["snapshot"]), pickle.dumps(probe.recording.snapshot(), protocol=_SNAPSHOT_PROTOCOL)
+        )
+    result = make_result(probe, history, gpu, ended=cast(Ended, ended), exit_code=exit_code, error=error)
+    _replace(Path(spec["result"]), json.dumps(result.to_json()).encode())
+
+
+def make_result(
+    probe: Probe,
+    history: History,
+    gpu: dict[str, Any],
+    *,
+    ended: Ended,
+    exit_code: int,
+    error: BaseException | None,
+) -> DryRunResult:
+    """The account of what the probe saw; ``wall_seconds`` and the scratch folder are the launcher's to
+    add."""
+    peaks = probe.recording.peaks()
+    own = gpu["context_bytes"] + peaks["reserved_bytes"]
+    return DryRunResult(
+        gpu=gpu["key"],
+        torch=torch.__version__,
+        peak_requested_bytes=peaks["requested_bytes"],
+        peak_allocated_bytes=peaks["allocated_bytes"],
+        peak_reserved_bytes=peaks["reserved_bytes"],
+        context_bytes=gpu["context_bytes"],
+        device_total_bytes=max(own, _highest_on_device(gpu["context_bytes"])),
+        nvml_total_bytes=gpu["nvml_total_bytes"],
+        runtime_total_bytes=gpu["runtime_total_bytes"],
+        oom=probe.out_of_memory(ended_by=error),
+        event_count=len(history.trace),
+        value_reads=probe.value_reads(),
+        not_modelled=probe.not_modelled(),
+        wall_seconds=0.0,
+        exit_code=exit_code,
+        ended=ended,
+        steps_done=probe.steps.done,
+        step_peaks=history.step_peaks(),
+        peak_by_category=history.at_peak("category"),
+        peak_by_phase=history.at_peak("phase"),
+        error=None if error is None else _script_error(error),
+    )
+
+
+def _highest_on_device(context_bytes: int) -> int:
+    account = device_account()
+    return int(account.get("peak_bytes", 0)) + context_bytes if account.get("alive") else 0
+
+
+def _script_error(error: BaseException) -> ScriptError:
+    place = place_in_traceback(error)
+    return ScriptError(
+        type=type(error).__name__,
+        message=str(error),
+        file=place.file if place else None,
+        line=place.line if place else 0,
+        function=place.function if place else "",
+    )
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

@@ -1,0 +1,306 @@
+"""Starting a dry run and bringing it to its end: the parent's side, without torch.
+
+    result = run_script(["train.py", "--lr", "1"], gpu=find_gpu("a100-80gb"), steps=3)
+
+The script runs in a session of its own. Whatever happens (it crashes, hangs, is interrupted, starts processes
+of its own), nothing of it is left when `run_script` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from memfit.core.devices import GPU
+from memfit.core.errors import ToolFailure, UsageError
+from memfit.dryrun.command import ScriptCommand, parse_command
+from memfit.dryrun.environment import gpu_environment
+from memfit.dryrun.result import DryRunResult
+
+RUN_VARIABLE = "MEMFIT_RUN"
+"""Marks every process of a run, so that those which left its session are found at the end."""
+
+_GRACE_SECONDS = 10.0  # for writing the result after an interruption
+_ORDERS = {"interrupted": b"i", "timeout": b"t"}
+_OFFLINE: Mapping[str, str] = {
+    "WANDB_MODE": "disabled",
+    "WANDB_DISABLED": "true",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "COMET_MODE": "disabled",
+    "COMET_START_ONLINE": "0",
+    "MLFLOW_TRACKING_URI": "file:mlruns",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "CLEARML_LOG_MODEL": "0",
+    "DVCLIVE_TEST": "true",
+    "SWANLAB_MODE": "disabled",
+    "TRACKIO_DISABLED": "1",
+}
+"""Loggers that send and hubs that upload are off. MLflow writes into a folder, which the write guard
+redirects."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How a script is run.
+
+    Args:
+        steps: stop after so many optimizer steps; ``"all"``: run to the script's own end.
+        trace, snapshot: files to write memfit's trace and PyTorch's snapshot to.
+        allow_writes: let the script write its files and reach its loggers and hubs.
+        timeout_seconds: end the run after so long, with what is known by then.
+        output: where the script's standard output goes; ``"stderr"`` keeps stdout free for the result.
+    """
+
+    steps: int | Literal["all"] = 3
+    trace: Path | None = None
+    snapshot: Path | None = None
+    allow_writes: bool = False
+    timeout_seconds: float | None = None
+    output: Literal["stdout", "stderr"] = "stdout"
+
+    def __post_init__(self) -> None:
+        if self.steps != "all" and self.steps < 1:
+            raise UsageError(f"steps {self.steps}: ask for 1 or more, or for all")
+        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
+            raise UsageError(f"timeout {self.timeout_seconds}: ask for more than 0 seconds")
+
+
+def run_script(
+    argv: Sequence[str],
+    *,
+    gpu: GPU,
+    steps: int | Literal["all"] = 3,
+    trace: str | os.PathLike[str] | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
+    allow_writes: bool = False,
+    timeout_seconds: float | None = None,
+    output: Literal["stdout", "stderr"] = "stdout",
+) -> DryRunResult:
+    """Run a script, unmodified, on the made-up ``gpu``.
+
+    Args:
+        argv: ``["train.py", "--lr", "1"]``, ``["python", "-m", "pkg"]``, ``["torchrun", "train.py"]`` …
+        gpu: the GPU to make up.
+        steps, trace, snapshot, allow_writes, timeout_seconds, output: see `RunSettings`.
+
+    Returns:
+        What was found. A script that fails, runs out of memory or is interrupted has a result too.
+
+    Raises:
+        UsageError, InputError: what was asked for cannot be run.
+        CannotRunHere: this machine cannot make up a GPU.
+        ToolFailure: the process was killed, or ended without a result.
+    """
+    settings = RunSettings(
+        steps=steps,
+        trace=None if trace is None else Path(trace).absolute(),
+        snapshot=None if snapshot is None else Path(snapshot).absolute(),
+        allow_writes=allow_writes,
+        timeout_seconds=timeout_seconds,
+        output=output,
+    )
+    command = parse_command(argv)
+    with _folders() as folders:
+        return _Launch(command, gpu, settings, folders).run()
+
+
+@dataclass(frozen=True)
+class _Folders:
+    private: Path  # the specification, the result, temporary files of the script
+    scratch: Path  # what the script wrote elsewhere; kept if there is anything
+
+
+@contextlib.contextmanager
+def _folders() -> Iterator[_Folders]:
+    private = Path(tempfile.mkdtemp(prefix="memfit-run-"))
+    scratch = Path(tempfile.mkdtemp(prefix="memfit-scratch-"))
+    (private / "tmp").mkdir()
+    try:
+        yield _Folders(private, scratch)
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+        if not _has_files(scratch):
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _has_files(folder: Path) -> bool:
+    return any(names for _, _, names in os.walk(folder))
+
+
+class _Launch:
+    """One process, from its start to its result."""
+
+    def __init__(self, command: ScriptCommand, gpu: GPU, settings: RunSettings, folders: _Folders) -> None:
+        self._command = command
+        self._gpu = gpu
+        self._settings = settings
+        self._folders = folders
+        self._result = folders.private / "result.json"
+        self._run = uuid.uuid4().hex
+
+    def run(self) -> DryRunResult:
+        environment = self._environment()
+        begun = time.monotonic()
+        reading, writing = os.pipe()
+        try:
+            process = self._start(environment, reading)
+            try:
+                code = self._wait(process, writing)
+            finally:
+                _end_everything(process, self._run)
+        finally:
+            os.close(writing)
+        return self._read_result(code, time.monotonic() - begun)
+
+    def _start(self, environment: Mapping[str, str], control: int) -> subprocess.Popen[bytes]:
+        specification = self._folders.private / "run.json"
+        specification.write_text(json.dumps(self._specification(control)), encoding="utf-8")
+        output = None if self._settings.output == "stdout" else _standard_error()
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "memfit.dryrun.child", str(specification)],
+                env=dict(environment),
+                stdout=output,
+                pass_fds=[control],
+                start_new_session=True,
+            )
+        finally:
+            os.close(control)
+
+    def _wait(self, process: subprocess.Popen[bytes], control: int) -> int:
+        """Wait for the end; an interruption or the time limit asks the process to end with what it knows."""
+        with _interruptions() as interrupted:
+            limit = self._settings.timeout_seconds
+            deadline = None if limit is None else time.monotonic() + limit
+            while True:
+                try:
+                    return process.wait(timeout=_SLICE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    pass
+                if interrupted.is_set():
+                    return _ask_to_end(process, control, "interrupted")
+                if deadline is not None and time.monotonic() > deadline:
+                    return _ask_to_end(process, control, "timeout")
+
+    def _environment(self) -> dict[str, str]:
+        environment = gpu_environment(self._gpu, base=os.environ)
+        environment.update(self._command.environment)
+        environment[RUN_VARIABLE] = self._run
+        environment["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "")
+        sources = str(Path(__file__).resolve().parents[2])
+        environment.setdefault("PYTHONPATH", "")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment["PYTHONPATH"], sources]))
+        if not self._settings.allow_writes:
+            temporary = str(self._folders.private / "tmp")
+            caches = {
+                "TMPDIR": temporary,
+                "TORCHINDUCTOR_CACHE_DIR": os.path.join(temporary, "inductor"),
+                "TRITON_CACHE_DIR": os.path.join(temporary, "triton"),
+                "MPLCONFIGDIR": os.path.join(temporary, "matplotlib"),
+            }
+            environment |= {**caches, **_OFFLINE}
+        return environment
+
+    def _specification(self, control: int) -> dict[str, Any]:
+        settings = self._settings
+        exempt = ["/dev", "/proc", "/sys", str(self._folders.private)]
+        return {
+            "command": self._command.to_json(),
+            "gpu": {name: getattr(self._gpu, name) for name in _GPU_FIGURES},
+            "steps": None if settings.steps == "all" else settings.steps,
+            "result": str(self._result),
+            "trace": None if settings.trace is None else str(settings.trace),
+            "snapshot": None if settings.snapshot is None else str(settings.snapshot),
+            "writes": None
+            if settings.allow_writes
+            else {"scratch": str(self._folders.scratch), "exempt": exempt},
+            "control": control,
+        }
+
+    def _read_result(self, code: int, wall_seconds: float) -> DryRunResult:
+        if not self._result.exists():
+            raise ToolFailure(_how_it_died(code))
+        result = DryRunResult.from_json(json.loads(self._result.read_text(encoding="utf-8")))
+        used = str(self._folders.scratch) if _has_files(self._folders.scratch) else None
+        return replace(result, wall_seconds=wall_seconds, scratch_folder=used)
+
+
+_SLICE_SECONDS = 0.05
+_GPU_FIGURES = ("key", "context_bytes", "nvml_total_bytes", "runtime_total_bytes")
+
+
+def _ask_to_end(process: subprocess.Popen[bytes], control: int, why: str) -> int:
+    with contextlib.suppress(OSError):
+        os.write(control, _ORDERS[why])
+    try:
+        return process.wait(timeout=_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+@contextlib.contextmanager
+def _interruptions() -> Iterator[threading.Event]:
+    """Set when this process is told to end (Ctrl-C, SIGTERM); a second time ends it the hard way."""
+    told = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+
+    def tell(number: int, _frame: Any) -> None:
+        if told.is_set():
+            raise KeyboardInterrupt
+        told.set()
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_everything(process: subprocess.Popen[bytes], run: str) -> None:
+    """End the script's process, its session, and processes of the run that left the session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    import psutil
+
+    for other in psutil.process_iter(["environ"]):
+        if (other.info["environ"] or {}).get(RUN_VARIABLE) == run:
+            with contextlib.suppress(psutil.Error):
+                other.kill()
+
+
+def _standard_error() -> int:
+    """File descriptor of standard error, also where `sys.stderr` has none (in a notebook)."""
+    return 2
+
+
+def _how_it_died(code: int) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (the machine may have run out of memory)" if -code == signal.SIGKILL else ""
+        return f"the script was killed by {name}{hint}; nothing is known of its memory"
+    return (
+        f"the script's process ended with code {code} and left no result; it may have replaced itself by "
+        "another program"
+    )

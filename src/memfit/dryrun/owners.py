@@ -1,0 +1,74 @@
+"""Whose memory it is: addresses of parameters, gradients, optimizer state, buffers and inputs, noted when
+they are seen.
+
+An address alone says little, for the allocator uses it again; so each note has its position in the
+allocator's history, and `history` later finds the block that was at the address then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from memfit.dryrun.history import Mark, Position
+
+
+class Owners:
+    """Notes of who owns which address, and when it was seen.
+
+    Args:
+        position: where the allocator's history is now.
+    """
+
+    def __init__(self, position: Callable[[], Position]) -> None:
+        self.marks: list[Mark] = []
+        self._position = position
+
+    def note(self, category: str, tensors: Iterable[Any]) -> None:
+        """The storages of ``tensors`` belong to ``category`` now."""
+        addresses = list(_addresses(tensors))
+        if addresses:
+            position = self._position()
+            self.marks += [
+                Mark(position=position, address=address, category=category) for address in addresses
+            ]
+
+    def note_model(self, model: torch.nn.Module) -> None:
+        """Parameters, their gradients and buffers of a model."""
+        parameters = list(model.parameters())
+        self.note("parameter", parameters)
+        self.note("gradient", [parameter.grad for parameter in parameters])
+        self.note("buffer", model.buffers())
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Parameters, gradients and state of an optimizer."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.note("parameter", parameters)
+        self.note("gradient", [parameter.grad for parameter in parameters])
+        self.note("optimizer_state", _inside(list(optimizer.state.values())))
+
+
+def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
+        if (
+            type(local) in (torch.Tensor, torch.nn.Parameter)
+            and local.is_cuda
+            and local.layout is torch.strided
+        ):
+            address = local.untyped_storage().data_ptr()
+            if address:
+                yield address
+
+
+def _inside(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _inside(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _inside(part)

@@ -1,0 +1,272 @@
+"""What watches a script while it runs on the made-up GPU: one dispatch mode and a few hooks, and the account
+of it."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.dryrun import frames
+from memfit.dryrun.assumptions import true_values
+from memfit.dryrun.history import History, Observations, PhaseChange, Position, read_history
+from memfit.dryrun.labels import Labels, op_name
+from memfit.dryrun.owners import Owners
+from memfit.dryrun.places import is_user_file
+from memfit.dryrun.recording import MOST_EVENTS, Recording
+from memfit.dryrun.result import OutOfMemory, ValueRead
+from memfit.dryrun.shadow import device_tensors
+from memfit.dryrun.steps import StepCounter
+
+aten = torch.ops.aten
+
+_CUDNN = {
+    aten.convolution.default: "convolutions",
+    aten.cudnn_convolution.default: "convolutions",
+    aten._cudnn_rnn.default: "recurrent layers",
+    aten._scaled_dot_product_cudnn_attention.default: "attention by cuDNN",
+}
+_UPLOADS = frozenset({aten._to_copy.default, aten.copy_.default})
+
+
+class Probe(TorchDispatchMode):
+    """Watches this process from `start` on.
+
+    Args:
+        steps: end the run after so many optimizer steps; None: never.
+        end: ends the run; does not return.
+    """
+
+    # The mode sees the operations of higher-order operators and of compiled code when they run, not while
+    # they compile.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, *, steps: int | None, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._process = os.getpid()
+        self.recording = Recording(self.is_ours)
+        self.labels = Labels()
+        self.owners = Owners(self.recording.position)
+        self.values = true_values(self._note_read)
+        self.steps = StepCounter(steps, before=self._before_step, after=self._after_step, end=end)
+        self.labels.on_new_root = self.owners.note_model
+        self.unknown: collections.Counter[str] = collections.Counter()
+        self._reads: collections.Counter[tuple[frames.Place, str, str]] = collections.Counter()
+        self._phases: list[PhaseChange] = []
+        self._step_ends: list[Position] = []
+        self._busiest = 0
+        self._backwards = 0
+        self._shortage: tuple[int, int, int] = (0, 0, 0)
+        self._first_oom: OutOfMemory | None = None
+        self._last_oom: OutOfMemory | None = None
+
+    def is_ours(self) -> bool:
+        """Whether this is the process that is watched, and not a fork of it."""
+        return os.getpid() == self._process
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self.recording.install()
+        self.labels.install()
+        self.steps.install()
+        self._watch_backward()
+        torch.cuda._lazy_call(self._watch_shortage)
+        os.register_at_fork(after_in_child=self._leave_child)
+        self.__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._process == 0:
+            return func(*args, **kwargs)
+        self.labels.stamp(func)
+        try:
+            out = self.values.call(func, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            self.note_out_of_memory(error, func)
+            raise
+        if func in _UPLOADS:
+            self._note_upload(args, out)
+        elif func in _CUDNN and torch.backends.cudnn.enabled and device_tensors(args):
+            self.unknown[_CUDNN[func]] += 1
+        return out
+
+    def note_out_of_memory(self, error: BaseException, func: Any = None) -> None:
+        """A shortage of memory that reached Python, with what was running."""
+        place = frames.current_place() if func is not None else frames.place_in_traceback(error)
+        phase, last_func, module = self.labels.last
+        running = func if func is not None else last_func
+        asked, free, reserved = self._shortage
+        self._last_oom = OutOfMemory(
+            file=place.file if place else None,
+            line=place.line if place else 0,
+            function=place.function if place else "",
+            op=op_name(running) if running is not None else "",
+            module=module,
+            phase=phase,
+            asked_bytes=asked,
+            free_bytes=free,
+            reserved_bytes=reserved,
+            caught=True,
+            message=str(error).split("\n")[0],
+        )
+        self._first_oom = self._first_oom or self._last_oom
+
+    def out_of_memory(self, *, ended_by: BaseException | None) -> OutOfMemory | None:
+        """The shortage that ended the script, else the first that it caught, else None."""
+        if ended_by is None or not is_shortage(ended_by):
+            return self._first_oom
+        if self._last_oom is None:
+            self.note_out_of_memory(ended_by)
+        assert self._last_oom is not None
+        return replace(self._last_oom, caught=False)
+
+    def history(self, meta: Mapping[str, Any]) -> History:
+        """All allocator events of the run, with what was noted about them."""
+        for root in list(self.labels.roots):
+            self.owners.note_model(root)
+        now = self.recording.position()
+        events = self.recording.snapshot()["device_traces"][0]
+        recorded = collections.Counter(event["action"] for event in events)
+        start = Position(now.allocs - recorded["alloc"], now.frees - recorded["free_requested"])
+        observed = Observations(
+            start=start, marks=self.owners.marks, phases=self._phases, step_ends=self._step_ends
+        )
+        return read_history(events, observed, is_user_file=is_user_file, meta=meta)
+
+    def value_reads(self) -> tuple[ValueRead, ...]:
+        """The places where the script read what is not known."""
+        return tuple(
+            ValueRead(
+                file=place.file, line=place.line, function=place.function, op=op, answer=answer, count=count
+            )
+            for (place, op, answer), count in list(self._reads.items())
+        )
+
+    def not_modelled(self) -> tuple[str, ...]:
+        """What the run met that the made-up GPU does not have."""
+        notes = [name for name in self.unknown if name not in _CUDNN.values()]
+        for name in dict.fromkeys(_CUDNN.values()):
+            if self.unknown[name]:
+                notes.append(
+                    f"cuDNN's workspaces ({name}, {self.unknown[name]} calls): not counted, so the peak may "
+                    "be higher"
+                )
+        if any(read.answer.startswith("size ") for read in self.value_reads()):
+            notes.append(
+                "sizes that depend on unknown values (see value_reads): taken as they come for zeros"
+            )
+        calls = unknown_calls()
+        if calls:
+            notes.append(f"CUDA library calls that did nothing: {', '.join(calls)}")
+        if len(self.recording.snapshot()["device_traces"][0]) >= MOST_EVENTS:
+            notes.append(
+                f"the beginning of the run in the trace: it holds the last {MOST_EVENTS} events (the peaks "
+                "are whole)"
+            )
+        return tuple(notes)
+
+    def note_missing(self, text: str) -> None:
+        """The run met something that is not modelled."""
+        self.unknown[text] += 1
+
+    def _note_read(self, func: Any, answer: str) -> None:
+        place = frames.current_place() or frames.Place("", 0, "")
+        self._reads[place, op_name(func), answer] += 1
+
+    def _note_upload(self, args: Any, out: Any) -> None:
+        source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]
+        if isinstance(out, torch.Tensor) and out.is_cuda and source.device.type == "cpu":
+            self.owners.note("input", [out])
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.owners.note_optimizer(optimizer)
+        self._change_phase("optimizer")
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.owners.note_optimizer(optimizer)
+        self._change_phase("forward")
+        self.labels.end_of_step()
+        if self.steps.done > self._busiest:
+            self._busiest = self.steps.done
+            self._step_ends.append(self.recording.position())
+
+    def _change_phase(self, phase: str) -> None:
+        if not self._backwards:
+            self.labels.phase = phase
+        self._phases.append(PhaseChange(position=self.recording.position(), phase=phase))
+
+    def _watch_backward(self) -> None:
+        """Note where each backward pass begins and ends (nested ones belong to the outermost)."""
+        run = torch.autograd.graph._engine_run_backward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            outermost = not self._backwards and self.is_ours()
+            before = self.labels.phase
+            if outermost:
+                self._change_phase("backward")
+            self._backwards += 1
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._backwards -= 1
+                if outermost:
+                    self.labels.phase = "forward" if before in ("init", "backward") else before
+                    self._change_phase(self.labels.phase)
+
+        torch.autograd.graph._engine_run_backward = watched
+        setattr(torch.autograd, "_engine_run_backward", watched)  # noqa: B010
+
+    def _watch_shortage(self) -> None:
+        if not self.is_ours():
+            return
+
+        def shortage(_device: int, asked: int, _total: int, free: int) -> None:
+            reserved = torch._C._cuda_memoryStats(0)["reserved_bytes"]["all"]["current"]
+            self._shortage = (asked, free, reserved)
+
+        getattr(torch._C, "_cuda_attach_out_of_memory_observer")(shortage)  # noqa: B009
+
+    def _leave_child(self) -> None:
+        """A forked child of the script's is not watched, and its operations run as if there were no mode."""
+        self._process = 0
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether ``error``, or what it came from, says that the made-up GPU's memory ran out."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or ("out of memory" in text and "CUDA" in text):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def unknown_calls() -> list[str]:
+    """Names of the library calls that the made-up GPU accepted without modelling them."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "memfit_unknown_calls"):
+        return []
+    library.memfit_unknown_calls.restype = ctypes.c_char_p
+    return list(json.loads(library.memfit_unknown_calls()))
+
+
+def device_account() -> dict[str, int]:
+    """What the made-up GPU itself counted: used and highest bytes, context and total."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "memfit_stats"):
+        return {}
+    library.memfit_stats.restype = ctypes.c_char_p
+    return dict(json.loads(library.memfit_stats()))

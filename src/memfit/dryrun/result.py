@@ -1,0 +1,189 @@
+"""What a dry run found out: one frozen value, and its JSON form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from memfit.core.errors import InputError
+
+SCHEMA_VERSION = 1
+
+Engine = Literal["dryrun", "portable"]
+Ended = Literal["steps", "end", "exit", "error", "out_of_memory", "interrupted", "timeout"]
+ENDINGS: tuple[Ended, ...] = get_args(Ended)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """The first time that an operation got no memory.
+
+    Args:
+        file, line, function: the innermost frame of the user's own code; for an operation of the backward
+            pass, the frame that called it. ``None`` and 0 where no such frame is known.
+        op: the operation that asked (``"aten.mm"``), or the autograd node that ran.
+        module: the module in whose forward (or whose backward) it was, as its name in the model.
+        phase: forward, backward, recompute, optimizer …
+        asked_bytes: what was asked for.
+        free_bytes: what the device had left.
+        reserved_bytes: what PyTorch held at that moment.
+        caught: whether the script caught the error and went on.
+        message: PyTorch's own text.
+    """
+
+    file: str | None
+    line: int
+    function: str
+    op: str
+    module: str
+    phase: str
+    asked_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    caught: bool
+    message: str
+
+    @property
+    def where(self) -> str:
+        """``"train.py:12 in main"``."""
+        return f"{self.file}:{self.line} in {self.function}" if self.file else "unknown place"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueRead:
+    """A place where the script read a value from the device that the dry run does not know.
+
+    Args:
+        file, line, function: the innermost frame of the user's own code; of a library, where there is none.
+        op: the operation that read.
+        answer: what the script was told instead.
+        count: how many times.
+    """
+
+    file: str
+    line: int
+    function: str
+    op: str
+    answer: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptError:
+    """The exception that ended the script: its type and text, and the innermost frame of the user's own
+    code."""
+
+    type: str
+    message: str
+    file: str | None = None
+    line: int = 0
+    function: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunResult:
+    """The outcome of one dry run. Sizes are whole bytes.
+
+    Args:
+        engine: ``"dryrun"`` (PyTorch's real allocator on the made-up GPU) or ``"portable"``.
+        gpu: key of the GPU.
+        torch: version of PyTorch.
+        peak_requested_bytes: most that the operations had asked for at once.
+        peak_allocated_bytes: most in blocks that hold it (what ``max_memory_allocated`` says).
+        peak_reserved_bytes: most in segments taken from the device (what ``max_memory_reserved`` says).
+        context_bytes: what the CUDA context takes before the first tensor.
+        device_total_bytes: context + reserved + what libraries took directly; what nvidia-smi would show at
+        the peak. nvml_total_bytes, runtime_total_bytes: what nvidia-smi and ``mem_get_info`` call the GPU's
+        total.
+        oom: the first time that memory ran out, or None.
+        event_count: allocator events (allocations, frees, segments) of the whole run.
+        value_reads: reads of device values that were answered with a plausible value instead of the true one.
+        not_modelled: what the run met that the made-up GPU does not have.
+        wall_seconds: from the start of the process to its end.
+        exit_code: the script's own.
+        ended: how the run came to its end; ``"steps"``: stopped after the steps that were asked for.
+        steps_done: optimizer steps of the busiest optimizer.
+        step_peaks: peak requested bytes of each step.
+        peak_by_category: who is alive when the requested bytes are at their peak; adds up to it.
+        peak_by_phase: the same by the phase in which it was allocated.
+        scratch_folder: where the script's files went, if it wrote any.
+        error: the exception that ended the script, if one did.
+    """
+
+    engine: Engine = "dryrun"
+    gpu: str
+    torch: str
+    peak_requested_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    context_bytes: int
+    device_total_bytes: int
+    nvml_total_bytes: int
+    runtime_total_bytes: int
+    oom: OutOfMemory | None = None
+    event_count: int
+    value_reads: tuple[ValueRead, ...] = ()
+    not_modelled: tuple[str, ...] = ()
+    wall_seconds: float
+    exit_code: int = 0
+    ended: Ended = "end"
+    steps_done: int = 0
+    step_peaks: tuple[int, ...] = ()
+    peak_by_category: Mapping[str, int] = field(default_factory=dict)
+    peak_by_phase: Mapping[str, int] = field(default_factory=dict)
+    scratch_folder: str | None = None
+    error: ScriptError | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Nothing ran out of memory, and the device total is within what the GPU has."""
+        return self.oom is None and self.device_total_bytes <= self.nvml_total_bytes
+
+    @property
+    def libraries_bytes(self) -> int:
+        """What was taken from the device past PyTorch's allocator, beyond the context."""
+        return max(0, self.device_total_bytes - self.context_bytes - self.peak_reserved_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, with ``schema_version`` first and ``fits`` included."""
+        head = {"schema_version": SCHEMA_VERSION, "fits": self.fits}
+        body = asdict(self)
+        return {**head, **{key: _plain(value) for key, value in body.items()}}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> DryRunResult:
+        """The value that `to_json` wrote.
+
+        Raises:
+            InputError: another schema version, or keys that are missing.
+        """
+        version = value.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise InputError(
+                f"schema_version of this dry-run result is {version!r}; this memfit reads {SCHEMA_VERSION}"
+            )
+        known = {name.name for name in fields(cls)}
+        kept = {key: part for key, part in value.items() if key in known}
+        try:
+            return cls(**{**kept, **_nested(kept)})
+        except TypeError as error:
+            raise InputError(f"not a whole dry-run result: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _nested(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts that are values themselves, built from their JSON."""
+    oom, error = value.get("oom"), value.get("error")
+    return {
+        "oom": None if oom is None else OutOfMemory(**oom),
+        "error": None if error is None else ScriptError(**error),
+        "value_reads": tuple(ValueRead(**read) for read in value.get("value_reads", ())),
+        "not_modelled": tuple(value.get("not_modelled", ())),
+        "step_peaks": tuple(value.get("step_peaks", ())),
+    }

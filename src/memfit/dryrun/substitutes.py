@@ -1,0 +1,87 @@
+"""Stand-ins for what the made-up GPU cannot run, so that a script goes on: each use is noted as not
+modelled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.dryrun.native_writers import after_import
+
+NoteMissing = Callable[[str], None]
+"""``note(text)``: the run met something that is not modelled."""
+
+COMPILED = (
+    "torch.compile: the code ran as aot_eager with inductor's partitioner; fused kernels keep fewer "
+    "temporaries, so the peak is an upper bound"
+)
+NCCL = (
+    "NCCL: collectives do nothing here, and the buffers of its communicators (0.5 to 0.7 GB each) are not "
+    "counted"
+)
+SPAWNED = "processes that the script started itself: only its main process is measured"
+_BACKEND = "aot_eager_decomp_partition"
+
+
+def install(note: NoteMissing) -> None:
+    """Put the stand-ins in place, now or when their modules are imported."""
+    _compile(note)
+    after_import(
+        {
+            "torch.distributed.distributed_c10d": functools.partial(_distributed, note),
+            "torch.multiprocessing.spawn": functools.partial(_spawn, note),
+        }
+    )
+
+
+def _compile(note: NoteMissing) -> None:
+    """inductor needs triton and a real device: the same graph, partitioned by inductor's rules, runs op by
+    op."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile(model: Any = None, **kwargs: Any) -> Any:
+        if kwargs.get("backend", "inductor") == "inductor":
+            note(COMPILED)
+            kwargs = {**kwargs, "backend": _BACKEND, "mode": None, "options": None}
+        return original(model, **kwargs)
+
+    torch.compile = compile
+
+
+def _distributed(note: NoteMissing, module: Any) -> None:
+    """A job of one rank needs no NCCL: PyTorch's fake process group takes its place."""
+    original = module.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if backend is None or "nccl" in str(backend):
+            note(NCCL)
+            backend = "fake"
+            kwargs.pop("device_id", None)
+            kwargs.pop("pg_options", None)
+        return original(backend, *args, **kwargs)
+
+    module.init_process_group = init_process_group
+    if getattr(torch, "distributed", None) is not None:
+        torch.distributed.init_process_group = init_process_group
+
+
+def _spawn(note: NoteMissing, module: Any) -> None:
+    """``mp.spawn(train, nprocs=1)`` runs in this process, where it is measured."""
+    original = module.start_processes
+
+    @functools.wraps(original)
+    def start_processes(
+        fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **kwargs: Any
+    ) -> Any:
+        if nprocs == 1 and join:
+            fn(0, *args)
+            return None
+        note(SPAWNED)
+        return original(fn, args, nprocs, join, *rest, **kwargs)
+
+    module.start_processes = start_processes
