@@ -211,7 +211,7 @@ def front_figure(report: FitReport) -> Figure | None:
     for fits, colour, label in (
         (True, PLANNED, "fits the budget"),
         (False, PLAIN, "does not fit"),
-        (None, PLAIN, "not decided"),
+        (None, PLAIN, "measured quickly"),
     ):
         some = [(x, y) for candidate, x, y in points if candidate.fits is fits]
         if some:

@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from memfit.core.units import format_bytes, format_seconds
 from memfit.reports import svg, verdict
-from memfit.reports.elements import gpu_name, section, swatch
+from memfit.reports.elements import gpu_name, section, steps_shown, swatch
 from memfit.reports.markup import Markup, script_json, tag
 from memfit.reports.palette import CATEGORY_PAINTS, PAINTS
 from memfit.reports.report import FitReport
@@ -120,7 +120,7 @@ def _timelines(report: FitReport) -> Markup | None:
     reset = tag("button", "Whole step", type="button", id="reset")
     note = (
         "Both charts have one scale. Point at a chart for the numbers at an event, drag to look closer, "
-        "choose a category to hide it. The grey line is what PyTorch has reserved; the budget bounds it."
+        f"choose a category to hide it.{_reserved_note(report)}"
     )
     return section(
         "Memory over one step",
@@ -129,6 +129,17 @@ def _timelines(report: FitReport) -> Markup | None:
         tag("div", buttons, reset, class_="legend only-js", role="group", aria_label="Categories shown"),
         tag("div", charts, class_="charts"),
     )
+
+
+def _reserved_note(report: FitReport) -> str:
+    """What the charts show of the budget's subject, and how far they fall short of the measured peak."""
+    shown = _shown_series(report)
+    if any(series.reserved is not None for _, series in shown):
+        return " The grey line is what PyTorch has reserved; the budget bounds it."
+    figures = dict(steps_shown(report))
+    missing = max(figures[name].peak_requested_bytes - series.peak_bytes for name, series in shown)
+    text = " They show tensors as requested; the budget bounds what PyTorch reserves for them, which is more"
+    return f"{text}, and {format_bytes(missing)} of library workspaces." if missing > 0 else f"{text}."
 
 
 def _top_bytes(report: FitReport) -> int:

@@ -130,6 +130,7 @@ def _size(account: Account, key: str) -> int:
 
 
 def _stack(account: Account, scale: int) -> Markup:
+    """The account as one bar, with a mark where the device ends."""
     parts = [
         tag(
             "span",
@@ -139,6 +140,10 @@ def _stack(account: Account, scale: int) -> Markup:
         )
         for row in account.rows
     ]
+    end = account.capacity_bytes
+    if end is not None and end < scale:
+        title = f"the device ends here: {format_bytes(end)}"
+        parts.append(tag("i", class_="end", style=f"left:{100 * end / scale:.3f}%", title=title))
     label = ", ".join(f"{row.label} {format_bytes(row.size_bytes)}" for row in account.rows)
     return tag("div", parts, class_="stack", role="img", aria_label=label)
 
@@ -217,24 +222,19 @@ def tried(report: FitReport) -> Markup | None:
 
 
 def _candidate_row(candidate: Candidate, report: FitReport) -> Markup:
-    figures = candidate.figures
+    figures, result = candidate.figures, report.result
     numbers = (
         format_bytes(figures.peak_reserved_bytes),
         format_bytes(figures.peak_requested_bytes),
         format_seconds(figures.step_seconds),
         f"{candidate.recompute_percent:.1f} %",
     )
-    fits = {True: "yes", False: "no", None: "not decided"}[candidate.fits]
-    chosen = (
-        "chosen" if report.result.planned is not None and candidate.name == report.result.plan_name else None
-    )
-    return tag(
-        "tr",
-        tag("th", candidate.name, scope="row"),
-        (number(text) for text in numbers),
-        tag("td", fits),
-        class_=chosen,
-    )
+    within = figures.peak_reserved_bytes <= result.budget_bytes
+    quick = "within, measured quickly" if within else "over, measured quickly"
+    fits = {True: "yes", False: "no", None: quick}[candidate.fits]
+    chosen = "chosen" if result.planned is not None and candidate.techniques == result.techniques else None
+    cells = [tag("th", candidate.name, scope="row"), *(number(text) for text in numbers), tag("td", fits)]
+    return tag("tr", cells, class_=chosen)
 
 
 def verified(report: FitReport) -> Markup | None:
@@ -262,23 +262,10 @@ def verified(report: FitReport) -> Markup | None:
 
 
 def mind(report: FitReport) -> Markup | None:
-    result = report.result
-    lines = [
-        *result.notes,
-        *(f"Not modelled: {text}" for text in result.not_modelled),
-        *(_read_text(read) for read in result.value_reads),
-    ]
+    lines = verdict.to_mind(report.result)
     if not lines:
         return None
     return section("What to mind", "mind", tag("ul", (tag("li", line) for line in lines)))
-
-
-def _read_text(read: Any) -> str:
-    """A read of a device value that the dry run does not know: where, and what was answered."""
-    if not isinstance(read, dict):
-        return f"A value was read from the device: {read}"
-    place = f"{read.get('file')}:{read.get('line')} ({read.get('op')})"
-    return f"A value was read from the device at {place}; it was answered with {read.get('answer')}"
 
 
 def again(report: FitReport) -> Markup:

@@ -190,12 +190,16 @@ def _cost_text(report: FitReport) -> Text:
 
 def _what_to_try(report: FitReport) -> list[RenderableType]:
     steps = verdict.next_steps(report.result, allow=report.allow)
-    return [_heading("What would help"), *(_indent(Text(f"· {step}")) for step in steps)]
+    return [_heading("What would help"), *(_point(step) for step in steps)]
 
 
 def _notes(report: FitReport) -> list[RenderableType]:
-    lines = [*report.result.notes, *(f"not modelled: {text}" for text in report.result.not_modelled)]
-    return ["", _heading("Mind"), *(_indent(Text(f"· {line}")) for line in lines)] if lines else []
+    lines = verdict.to_mind(report.result)
+    return ["", _heading("Mind"), *(_point(line) for line in lines)] if lines else []
+
+
+def _point(text: str) -> RenderableType:
+    return _statement(verdict.Verdict(good=None, text=text))
 
 
 def _apply(report: FitReport) -> list[RenderableType]:

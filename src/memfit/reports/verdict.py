@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memfit.core.units import format_bytes, format_seconds
 from memfit.planning.figures import StepFigures
@@ -134,6 +135,22 @@ def verification(result: FitResult) -> Verdict:
     error = verified.max_relative_error or 0.0
     limit = f"largest relative difference {error:.1e}, allowed {verified.tolerance:.1e}"
     return Verdict(good=True, text=f"Equal to plain training within tolerance: {limit} ({where}).")
+
+
+def to_mind(result: FitResult) -> tuple[str, ...]:
+    """What limits the result: notes, what was not modelled, and values that had to be made up."""
+    not_modelled = (f"Not modelled: {text}" for text in result.not_modelled)
+    return (*result.notes, *not_modelled, *(_value_read(read) for read in result.value_reads))
+
+
+def _value_read(read: Any) -> str:
+    """A read of a device value that the dry run does not know: where, by what, and what was answered."""
+    if not isinstance(read, Mapping):
+        return f"A value was read from the device: {read}"
+    place = str(read.get("file")).rpartition("site-packages/")[2]
+    times = f", {read['count']} times" if read.get("count", 1) != 1 else ""
+    what = f"{place}:{read.get('line')} ({read.get('op')}{times})"
+    return f"A value that only a real GPU knows was read at {what}; it was answered with {read.get('answer')}"
 
 
 def apply_lines(result: FitResult, plan_path: str) -> tuple[str, ...]:
