@@ -1,0 +1,121 @@
+"""`memfit dryrun`: a user's own script on a made-up GPU, and the account of its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from memfit.cli.console import print_json, show
+
+if TYPE_CHECKING:
+    from memfit.dryrun.result import DryRunResult
+
+EXIT_FAILED = 1
+EXIT_DOES_NOT_FIT = 4
+EXIT_INTERRUPTED = 130
+
+
+def dryrun(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT ...",
+            help="What to run: train.py and its arguments, python -m module, torchrun train.py … "
+            "Put -- in front of it.",
+        ),
+    ],
+    gpu: Annotated[
+        str,
+        typer.Option("--gpu", metavar="GPU", help="A name from `memfit gpus`, or a description: 24GiB,sm89."),
+    ],
+    steps: Annotated[
+        str,
+        typer.Option(
+            "--steps", metavar="N", help="End after so many optimizer steps, or run to the end: all."
+        ),
+    ] = "3",
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object; all that the script prints goes to stderr."),
+    ] = False,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option("--snapshot", metavar="FILE", help="Save PyTorch's memory snapshot (for memory_viz)."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Save memfit's trace of all allocator events."),
+    ] = None,
+    allow_writes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-writes",
+            help="Let the script write its own files and reach its loggers. Tensors here are not "
+            "real: a checkpoint would be overwritten with zeros.",
+        ),
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", help="End after so long, with what is known by then."),
+    ] = None,
+) -> int:
+    """Run a training script, unmodified, on a made-up GPU and account for its memory.
+
+    Needs no GPU. The script's files are written to a scratch folder, and network loggers are off.
+
+    Exit code 0 when it fits, 4 when it does not, 1 when the script itself fails, 130 when it was ended early.
+    """
+    from memfit.cli.output import check_output
+    from memfit.core.devices import find_gpu
+    from memfit.dryrun.launcher import run_script
+
+    check_output(snapshot, option="--snapshot", suffixes=(".pickle", ".pkl"))
+    check_output(trace, option="--trace", suffixes=(".memfit-trace",))
+    result = run_script(
+        command,
+        gpu=find_gpu(gpu),
+        steps=parse_steps(steps),
+        trace=trace,
+        snapshot=snapshot,
+        allow_writes=allow_writes,
+        timeout_seconds=timeout,
+        output="stderr" if as_json else "stdout",
+    )
+    files = {name: str(path) for name, path in (("snapshot", snapshot), ("trace", trace)) if path is not None}
+    if as_json:
+        print_json({**result.to_json(), "files": files})
+    else:
+        _print(result, files)
+    return exit_code(result)
+
+
+def parse_steps(text: str) -> int | Literal["all"]:
+    """The value of ``--steps``. Raises UsageError where it is neither a number nor ``all``."""
+    from memfit.core.errors import UsageError
+
+    if text == "all":
+        return "all"
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--steps {text}: give a number of optimizer steps, 1 or more, or all")
+    return int(text)
+
+
+def exit_code(result: DryRunResult) -> int:
+    """What the command ends with: the account's verdict, unless the script ended otherwise."""
+    if result.ended in ("interrupted", "timeout"):
+        return EXIT_INTERRUPTED
+    if result.ended == "out_of_memory":
+        return EXIT_DOES_NOT_FIT
+    if result.exit_code != 0:
+        return EXIT_FAILED
+    return 0 if result.fits else EXIT_DOES_NOT_FIT
+
+
+def _print(result: DryRunResult, files: dict[str, str]) -> None:
+    from memfit.reports.dryrun import dry_run_text
+
+    show(dry_run_text(result))
+    for name, path in files.items():
+        typer.echo(f"{name.capitalize()}: {path}")

@@ -1,0 +1,147 @@
+"""A dry run as text: the peaks, the account against the GPU's memory, the verdict, and what is not known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memfit.core.units import format_bytes, format_seconds
+from memfit.dryrun.result import DryRunResult, OutOfMemory, ValueRead
+from memfit.reports import text
+from memfit.reports.account import Account
+
+PHASE_LABELS = {
+    "init": "Before the first forward",
+    "forward": "Forward",
+    "backward": "Backward",
+    "recompute": "Recomputed in backward",
+    "optimizer": "Optimizer step",
+    "other": "Elsewhere",
+}
+MOST_READS = 8
+
+
+def dry_run_text(result: DryRunResult) -> RenderableType:
+    """The whole outcome of a dry run."""
+    account = Account.of(
+        result,
+        context_bytes=result.context_bytes,
+        device_total_bytes=result.device_total_bytes,
+        capacity_bytes=result.nvml_total_bytes,
+    )
+    parts: list[RenderableType] = [
+        "",
+        Text(_headline(result), style="bold"),
+        "",
+        _peaks(result),
+        *_section("Where the device's memory goes", text.account(account)),
+    ]
+    if result.peak_by_phase:
+        parts += _section("Alive at the peak, by the phase that allocated it", _phases(result))
+    parts += ["", _verdict(result)]
+    if result.oom is not None:
+        parts += [Padding(_shortage(result.oom), (0, 0, 0, 2))]
+    parts += [Text(line) for line in _notes(result)]
+    return Group(*parts)
+
+
+def _headline(result: DryRunResult) -> str:
+    steps = f"{result.steps_done} optimizer step{'' if result.steps_done == 1 else 's'}"
+    return f"Dry run on {result.gpu}: {steps}, {format_seconds(result.wall_seconds)}, torch {result.torch}"
+
+
+def _section(title: str, body: RenderableType) -> list[RenderableType]:
+    return ["", Text(title, style="bold"), Padding(body, (0, 0, 0, 2))]
+
+
+def _peaks(result: DryRunResult) -> Table:
+    table = _table()
+    rows = (
+        ("Peak requested", result.peak_requested_bytes, "what the operations asked for"),
+        ("Peak allocated", result.peak_allocated_bytes, "torch.cuda.max_memory_allocated"),
+        ("Peak reserved", result.peak_reserved_bytes, "torch.cuda.max_memory_reserved"),
+        ("Device total", result.device_total_bytes, "what nvidia-smi would show"),
+    )
+    for label, size, meaning in rows:
+        table.add_row(label, format_bytes(size), Text(meaning, style="dim"))
+    return table
+
+
+def _phases(result: DryRunResult) -> Table:
+    table = _table()
+    for phase, size in sorted(result.peak_by_phase.items(), key=lambda item: -item[1]):
+        share = 100 * size / max(result.peak_requested_bytes, 1)
+        table.add_row(PHASE_LABELS.get(phase, phase), format_bytes(size), f"{share:.1f} %")
+    return table
+
+
+def _table() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="left")
+    return table
+
+
+def _verdict(result: DryRunResult) -> Text:
+    total, capacity = format_bytes(result.device_total_bytes), format_bytes(result.nvml_total_bytes)
+    if result.ended in ("interrupted", "timeout"):
+        why = "interrupted" if result.ended == "interrupted" else "out of time"
+        return Text(f"Ended early ({why}): this is what was known by then.", style="bold yellow")
+    if result.oom is not None:
+        end = "the script caught it and went on" if result.oom.caught else "the script ended with it"
+        return Text(f"Does not fit: the GPU ran out of memory ({end}).", style="bold red")
+    if result.error is not None or result.exit_code != 0:
+        return Text(_failure(result), style="bold red")
+    if not result.fits:
+        over = format_bytes(result.device_total_bytes - result.nvml_total_bytes)
+        return Text(f"Does not fit: {total} of {capacity}, {over} too much.", style="bold red")
+    spare = format_bytes(result.nvml_total_bytes - result.device_total_bytes)
+    return Text(f"Fits: {total} of {capacity}, {spare} to spare.", style="bold green")
+
+
+def _failure(result: DryRunResult) -> str:
+    if result.error is None:
+        return f"The script itself ended with exit code {result.exit_code}."
+    error = result.error
+    place = f" ({_place(error.file, error.line, error.function)})" if error.file else ""
+    return f"The script itself failed: {error.type}{place}. The peaks are those up to there."
+
+
+def _shortage(oom: OutOfMemory) -> Text:
+    what = f"{oom.op or 'an allocation'} asked for {format_bytes(oom.asked_bytes)}"
+    left = f"{format_bytes(oom.free_bytes)} were free, PyTorch held {format_bytes(oom.reserved_bytes)}"
+    module = f", module {oom.module}" if oom.module else ""
+    place = _place(oom.file, oom.line, oom.function)
+    return Text(f"{what}; {left}.\nAt {place}, in the {oom.phase} phase{module}.")
+
+
+def _notes(result: DryRunResult) -> Iterable[str]:
+    if result.value_reads:
+        yield "\nValues that the script read from the device are not real here; it was told:"
+        for read in sorted(result.value_reads, key=lambda read: -read.count)[:MOST_READS]:
+            yield f"  {_read(read)}"
+        if len(result.value_reads) > MOST_READS:
+            yield f"  … and {len(result.value_reads) - MOST_READS} more places (--json lists all)"
+    if result.not_modelled:
+        yield "\nNot modelled:"
+        yield from (f"  {note}" for note in result.not_modelled)
+    if result.scratch_folder is not None:
+        yield f"\nThe script's files were kept away from your own, in {result.scratch_folder}"
+
+
+def _read(read: ValueRead) -> str:
+    times = "" if read.count == 1 else f", {read.count} times"
+    return f"{_place(read.file, read.line, read.function)}: {read.answer} ({read.op}{times})"
+
+
+def _place(file: str | None, line: int, function: str) -> str:
+    if not file:
+        return "an unknown place"
+    shown = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+    return f"{shown}:{line}" + (f" in {function}" if function and function != "<module>" else "")
