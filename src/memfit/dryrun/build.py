@@ -288,7 +288,7 @@ def _compile(
     output: Path, soname: str, sources: Sequence[Path], build: TorchBuild, compiler: Sequence[str]
 ) -> None:
     includes = [f"-I{folder}" for folder in (NATIVE / "shim", NATIVE, *build.includes)]
-    linking = [f"-Wl,-soname,{soname}", "-o", str(output), *map(str, sources), "-ldl", "-lpthread"]
+    linking = [f"-Wl,-soname,{soname}", "-Wl,-z,defs", "-o", str(output), *map(str, sources), "-ldl", "-lpthread"]
     done = subprocess.run(
         [*compiler, *FLAGS, *includes, *linking], capture_output=True, text=True, check=False
     )

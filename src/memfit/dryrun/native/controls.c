@@ -1,6 +1,7 @@
 // What memfit itself asks of the made-up GPU, through ctypes. None of it brings the device to life.
 #include "stub.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,6 +27,13 @@ API size_t memfit_process_bytes(void) {
   size_t bytes = lock_quietly() ? settings.context_bytes + account.used_bytes : 0;
   unlock();
   return bytes;
+}
+
+void *real_function(const char *library, const char *name) {
+  void *handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  void *function = handle ? dlsym(handle, name) : NULL;
+  if (handle) dlclose(handle);  // gives back this call's hold on it, no more
+  return function;
 }
 
 // ----------------------------------------------------------------- lists of names ----

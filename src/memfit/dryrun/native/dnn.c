@@ -182,7 +182,10 @@ EXPORT_CONSTANT(cudnnConvolutionBiasActivationForward, DONE)
 static Status ctc_workspace(Tensor probabilities, size_t *bytes) {
   cudnnDataType_t type;
   int dimensions = 0, shape[8] = {0}, strides[8];
-  Status status = cudnnGetTensorNdDescriptor(probabilities, 3, &type, &dimensions, shape, strides);
+  typedef Status (*Getter)(Tensor, int, cudnnDataType_t *, int *, int[], int[]);
+  Getter get = (Getter)real_function("libcudnn.so.9", "cudnnGetTensorNdDescriptor");
+  if (!get) return CUDNN_STATUS_NOT_SUPPORTED;
+  Status status = get(probabilities, 3, &type, &dimensions, shape, strides);
   *bytes = 2 * sizeof(float) * (size_t)shape[0] * (size_t)shape[1] * (size_t)shape[2];
   note_estimate("cuDNN CTC workspace");
   return status;

@@ -102,6 +102,8 @@ DRIVER(cuCtxGetCurrent, CUcontext *out) { return the_context(out); }
 DRIVER(cuCtxPopCurrent_v2, CUcontext *out) { return the_context(out); }
 DRIVER_SUCCEEDS(cuCtxPushCurrent_v2, CUcontext context)
 DRIVER_SUCCEEDS(cuCtxSetCurrent, CUcontext context)
+DRIVER(cuCtxGetLimit, size_t *value, CUlimit limit) { return (CUresult)cudaDeviceGetLimit(value, (enum cudaLimit)limit); }
+DRIVER_SUCCEEDS(cuCtxSetLimit, CUlimit limit, size_t value)
 DRIVER_SUCCEEDS(cuCtxSynchronize, void)
 DRIVER_SUCCEEDS(cuStreamSynchronize, CUstream stream)
 DRIVER(cuCtxGetDevice, CUdevice *device) {
@@ -181,7 +183,19 @@ EXPORT_CONSTANT(cuMemExportToShareableHandle, CUDA_ERROR_NOT_SUPPORTED)
 EXPORT_CONSTANT(cuMemImportFromShareableHandle, CUDA_ERROR_NOT_SUPPORTED)
 EXPORT_CONSTANT(cuMemRetainAllocationHandle, CUDA_ERROR_NOT_SUPPORTED)
 EXPORT_CONSTANT(cuMemGetAllocationPropertiesFromHandle, CUDA_ERROR_NOT_SUPPORTED)
-EXPORT_CONSTANT(cuPointerGetAttribute, CUDA_ERROR_NOT_SUPPORTED)
+DRIVER(cuPointerGetAttribute, void *value, CUpointer_attribute attribute, CUdeviceptr p) {
+  struct cudaPointerAttributes known;
+  cudaPointerGetAttributes(&known, (void *)p);
+  if (known.type == cudaMemoryTypeUnregistered) return CUDA_ERROR_INVALID_VALUE;
+  switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)value = p; return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)value = 0; return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+      *(unsigned *)value = known.type == cudaMemoryTypeDevice ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
+      return CUDA_SUCCESS;
+    default: return CUDA_ERROR_NOT_SUPPORTED;
+  }
+}
 
 // -------------------------------------------------------------------- modules ----
 
@@ -201,6 +215,11 @@ DRIVER(cuFuncGetAttribute, int *value, CUfunction_attribute attribute, CUfunctio
   *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
   return CUDA_SUCCESS;
 }
+DRIVER(cuFuncGetModule, CUmodule *out, CUfunction function) { return loaded(out); }
+DRIVER(cuModuleGetGlobal_v2, CUdeviceptr *at, size_t *bytes, CUmodule module, const char *name) {
+  *bytes = sizeof(void *);
+  return (CUresult)cudaGetSymbolAddress((void **)at, name);
+}
 DRIVER_SUCCEEDS(cuFuncSetAttribute, CUfunction function, CUfunction_attribute attribute, int value)
 DRIVER_SUCCEEDS(cuFuncSetCacheConfig, CUfunction function, CUfunc_cache config)
 DRIVER(cuLinkCreate_v2, unsigned count, CUjit_option *options, void **values, CUlinkState *state) {
@@ -219,6 +238,13 @@ EXPORT_CONSTANT(cuTensorMapEncodeTiled, CUDA_SUCCESS)
 
 // ------------------------------------------------------- entry points by name ----
 
+// Tables of functions that NVIDIA's own libraries share with the driver: there are none. The run-time compiler asks for
+// one, and crashes if this very function is missing.
+DRIVER(cuGetExportTable, const void **table, const CUuuid *id) {
+  *table = NULL;
+  return CUDA_ERROR_NOT_FOUND;
+}
+
 // cuda.h renames some functions to NAME_v2, and callers ask for either.
 static void *entry_point(const char *name) {
   static void *self;
@@ -229,6 +255,12 @@ static void *entry_point(const char *name) {
   snprintf(second, sizeof second, "%s_v2", name);
   void *found = dlsym(self, second);
   return found ? found : dlsym(self, name);
+}
+
+DRIVER(cuGetProcAddress_v2, const char *name, void **function, int version, cuuint64_t flags, CUdriverProcAddressQueryResult *result) {
+  *function = entry_point(name);
+  if (result) *result = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
 API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,

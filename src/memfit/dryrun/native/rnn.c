@@ -12,7 +12,6 @@
 #include "stub.h"
 
 #include <cudnn.h>
-#include <dlfcn.h>
 #include <stdlib.h>
 
 typedef cudnnStatus_t Status;
@@ -140,11 +139,7 @@ API Status cudnnGetRNNWeightSpaceSize(cudnnHandle_t handle, cudnnRNNDescriptor_t
 // Tensor descriptors belong to the real library, which is loaded by now: PyTorch made them with it.
 static Status describe(cudnnTensorDescriptor_t tensor, cudnnDataType_t type, size_t rows, size_t columns) {
   typedef Status (*Setter)(cudnnTensorDescriptor_t, cudnnDataType_t, int, const int *, const int *);
-  static Setter set;
-  if (!set) {
-    void *library = dlopen("libcudnn.so.9", RTLD_LAZY | RTLD_NOLOAD);
-    set = library ? (Setter)dlsym(library, "cudnnSetTensorNdDescriptor") : NULL;
-  }
+  Setter set = (Setter)real_function("libcudnn.so.9", "cudnnSetTensorNdDescriptor");
   int shape[3] = {1, (int)rows, (int)columns}, strides[3] = {(int)(rows * columns), (int)columns, 1};
   return set ? set(tensor, type, 3, shape, strides) : CUDNN_STATUS_NOT_SUPPORTED;
 }

@@ -70,4 +70,8 @@ uintptr_t take_addresses(size_t bytes, size_t charged_bytes);  // 0: none left; 
 bool is_device_address(const void *p);
 
 int blocks_per_sm(int threads_per_block);
+
+// A function of one of NVIDIA's libraries that PyTorch has loaded; NULL: it is not loaded.
+void *real_function(const char *library, const char *name);
+
 static inline size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
