@@ -1,7 +1,7 @@
 """Changes to how a training step runs: one file each, all of one form.
 
-A technique is its settings; ``apply`` changes the model in place and ``undo`` takes the last change back. ``TECHNIQUES``
-is the table of them all; ``technique_from_settings`` reads their JSON form.
+A technique is its settings; ``apply`` changes the model in place and ``undo`` takes the last change back.
+``TECHNIQUES`` is the table of them all; ``technique_from_settings`` reads their JSON form.
 """
 
 from __future__ import annotations
@@ -10,31 +10,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from memfit.core.errors import UsageError
-from memfit.core.exactness import EXACTNESS_ORDER, Exactness, allowed, weakest
 from memfit.techniques.base import Technique, applied_techniques, undo, undo_all
+from memfit.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from memfit.techniques.gradient_checkpointing import GradientCheckpointing
+from memfit.techniques.micro_batching import MicroBatching, micro_batches_of
+from memfit.techniques.optimizer_implementation import OptimizerImplementation
 
 TECHNIQUES: Mapping[str, type[Technique]] = {
-    technique.name: technique for technique in (GradientCheckpointing,)
+    technique.name: technique
+    for technique in (GradientCheckpointing, ChunkedCrossEntropy, MicroBatching, OptimizerImplementation)
 }
 
 __all__ = [
-    "EXACTNESS_ORDER",
     "TECHNIQUES",
-    "Exactness",
+    "ChunkedCrossEntropy",
     "GradientCheckpointing",
+    "MicroBatching",
+    "OptimizerImplementation",
     "Technique",
-    "allowed",
     "applied_techniques",
+    "micro_batches_of",
     "technique_from_settings",
     "undo",
     "undo_all",
-    "weakest",
 ]
 
 
 def technique_from_settings(settings: Mapping[str, Any]) -> Technique:
-    """The technique that a JSON object like ``{"technique": "micro_batching", "micro_batches": 4}`` describes.
+    """The technique of a JSON object like ``{"technique": "micro_batching", "micro_batches": 4}``.
 
     Raises:
         UsageError: no such technique, an unknown key, or a value that the technique refuses.

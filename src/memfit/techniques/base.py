@@ -1,11 +1,13 @@
-"""What a technique is: frozen settings that can change a model in place, and a record that takes the change back.
+"""What a technique is: frozen settings that can change a model in place, and a record that takes the change
+back.
 
-    Technique            settings; ``apply`` changes the model in place, ``exactness`` says how far results may move
-    applied_techniques   what was applied to a model, in order
+    Technique            settings; ``apply`` changes the model in place, ``exactness`` says how far results
+    may move applied_techniques   what was applied to a model, in order
     undo                 takes the last one back, bitwise
 
-The record is kept per model, weakly, outside of the model: ``state_dict`` keys, module identity and pickles of the
-model do not see it. A model that is wrapped later (DistributedDataParallel, ``torch.compile``) keeps its record.
+The record is kept per model, weakly, outside of the model: ``state_dict`` keys, module identity and pickles
+of the model do not see it. A model that is wrapped later (DistributedDataParallel, ``torch.compile``) keeps
+its record.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Technique(ABC):
-    """A change to how a training step runs. The instance is its settings; what it changed lives in the record."""
+    """A change to how a training step runs. The instance is its settings; what it changed lives in the
+    record."""
 
     name: ClassVar[str]
 

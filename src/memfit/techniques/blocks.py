@@ -1,10 +1,12 @@
-"""Finds the repeated blocks of a model (transformer layers, residual blocks, encoder stages) without marks by the user.
+"""Finds the repeated blocks of a model (transformer layers, residual blocks, encoder stages) without marks
+by the user.
 
-A chain is two or more children of one container that are of the same class, have parameters and are themselves built
-of modules. The outermost level counts (so the layers of a mixture of experts, not the experts), except where the
-members are stages: members that share few parameter shapes with each other (their widths differ) and have chains of
-their own inside. Where a model has no such container, same-class attributes (``down1``, ``down2`` …) count. A single
-block of another class in the same container is given as a chain of one.
+A chain is two or more children of one container that are of the same class, have parameters and are
+themselves built of modules. The outermost level counts (so the layers of a mixture of experts, not the
+experts), except where the members are stages: members that share few parameter shapes with each other (their
+widths differ) and have chains of their own inside. Where a model has no such container, same-class
+attributes (``down1``, ``down2`` …) count. A single block of another class in the same container is given as
+a chain of one.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from torch import nn
 from memfit.core.errors import UsageError
 
 _ALIKE_SHARE = 0.3
-"""Two members are of one kind when the shapes that they have in common hold this share of the smaller one's parameters.
-Stages of different width share next to nothing; a residual block with and without a downsample branch over half."""
+"""Two members are of one kind when the shapes that they have in common hold this share of the smaller one's
+parameters. Stages of different width share next to nothing; a residual block with and without a downsample
+branch over half."""
 
 _WRAPPERS = (
     "_orig_mod.",
@@ -74,12 +77,13 @@ def block_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def get_block(model: nn.Module, name: str) -> nn.Module:
-    """The module called ``name``, also when the model or the name carries a wrapper's prefix that the other lacks.
+    """The module called ``name``, also when the model or the name carries a wrapper's prefix that the other
+    lacks.
 
     Raises:
         UsageError: there is no such module.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name in modules:
         return modules[name]
     wanted = _without_wrappers(name)
@@ -93,7 +97,8 @@ def get_block(model: nn.Module, name: str) -> nn.Module:
 
 
 def _without_wrappers(name: str) -> str:
-    """The name with every wrapper's part removed: a plan made on a bare model fits the wrapped one and back."""
+    """The name with every wrapper's part removed: a plan made on a bare model fits the wrapped one and
+    back."""
     while (shorter := _drop_wrapper(name)) != name:
         name = shorter
     return name
@@ -116,7 +121,8 @@ def _chains_in(
     known: frozenset[type],
     seen: set[int] | None = None,
 ) -> Iterator[BlockChain]:
-    """Walks down. A module of a class in ``known`` (a block of another chain) counts as a block where it stands alone."""
+    """Walks down. A module of a class in ``known`` (a block of another chain) counts as a block where it
+    stands alone."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -139,7 +145,8 @@ def _chains_in(
 
 
 def _chains_of_container(module: nn.Module) -> list[list[str]]:
-    """The chains among the children of a list, a Sequential or a dict; and across a list of lists, place by place."""
+    """The chains among the children of a list, a Sequential or a dict; and across a list of lists, place by
+    place."""
     if not _is_container(module):
         return []
     if _is_table(module):
@@ -202,7 +209,8 @@ def _groups(children: list[tuple[str, nn.Module]]) -> list[list[str]]:
 
 
 def _odd_ones(module: nn.Module, groups: list[list[str]], chains: list[list[str]]) -> list[list[str]]:
-    """Single blocks of another class beside a chain that are at least half as heavy as its lightest member."""
+    """Single blocks of another class beside a chain that are at least half as heavy as its lightest
+    member."""
     if not chains:
         return []
     lightest = min(_parameter_count(_child(module, key)) for keys in chains for key in keys)
@@ -214,7 +222,8 @@ def _odd_ones(module: nn.Module, groups: list[list[str]], chains: list[list[str]
 
 
 def _can_be_block(module: nn.Module) -> bool:
-    """Built of modules (checkpointing a lone Linear saves nothing), with parameters, and callable as a whole."""
+    """Built of modules (checkpointing a lone Linear saves nothing), with parameters, and callable as a
+    whole."""
     return bool(module._modules) and not _has_no_forward(module) and any(True for _ in module.parameters())
 
 
@@ -228,7 +237,8 @@ def _class_of(module: nn.Module) -> type:
 
 
 def _are_stages(members: list[nn.Module]) -> bool:
-    """Whether the members are stages of blocks: unlike each other or mere containers, with chains of blocks inside."""
+    """Whether the members are stages of blocks: unlike each other or mere containers, with chains of blocks
+    inside."""
     mere = all(_is_container(member) for member in members)
     return (mere or not _some_alike(members)) and any(_has_heavy_chain(member) for member in members)
 
@@ -266,5 +276,6 @@ def _heavy_classes(model: nn.Module, chains: tuple[BlockChain, ...]) -> frozense
 
 
 def _is_heavy(module: nn.Module) -> bool:
-    """More than one matrix or kernel: a block of its own right, not one convolution with its normalization."""
+    """More than one matrix or kernel: a block of its own right, not one convolution with its
+    normalization."""
     return sum(parameter.dim() > 1 for parameter in module.parameters()) > 1

@@ -1,7 +1,9 @@
-"""The forward that a checkpointed block has instead of its own: set on the instance, so that the module stays itself.
+"""The forward that a checkpointed block has instead of its own: set on the instance, so that the module
+stays itself.
 
-Module identity, class, ``state_dict`` keys and hooks do not change (hooks of the block run once, outside of the
-recompute). The object refers to its block weakly, so a dropped model is freed at once, and is copied and pickled with it.
+Module identity, class, ``state_dict`` keys and hooks do not change (hooks of the block run once, outside of
+the recompute). The object refers to its block weakly, so a dropped model is freed at once, and is copied and
+pickled with it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit.core.errors import UsageError
 from memfit.techniques.module_state import BlockMemory, StateWatch
-from memfit.techniques.selective import Replay, SavedOperations, selective_modes
+from memfit.techniques.saved_operations import SavedOperations
+from memfit.techniques.selective import Replay, selective_modes
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -72,7 +75,8 @@ class CheckpointedForward:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         if torch.compiler.is_compiling():
-            # The compiler's partitioner keeps buffers and random state right by itself, and knows no dispatch modes.
+            # The compiler's partitioner keeps buffers and random state right by itself, and knows no
+            # dispatch modes.
             return checkpoint(original, *args, use_reentrant=False, **kwargs)
         return self._checkpointed(original, args, kwargs)
 
@@ -92,7 +96,8 @@ class CheckpointedForward:
             )
 
         watch = StateWatch(block, self._memory)
-        # Every tensor goes in by position: PyTorch looks for devices (random state) and nesting among those only.
+        # Every tensor goes in by position: PyTorch looks for devices (random state) and nesting among those
+        # only.
         output = checkpoint(run, *tensors, use_reentrant=False, context_fn=lambda: self._contexts(watch))
         watch.finish()
         return output
@@ -105,7 +110,8 @@ class CheckpointedForward:
 
 
 class _Recompute:
-    """The context of a recompute: the state from before the forward, and the saved outputs. Entered once per backward."""
+    """The context of a recompute: the state from before the forward, and the saved outputs. Entered once per
+    backward."""
 
     def __init__(self, watch: StateWatch, replay: Replay | None) -> None:
         self._watch = watch
@@ -119,7 +125,7 @@ class _Recompute:
             stack.enter_context(self._replay)
         self._open.append(stack)
 
-    def __exit__(self, *exc: object) -> bool | None:
+    def __exit__(self, *exc: Any) -> bool | None:
         return self._open.pop().__exit__(*exc)
 
 
@@ -133,7 +139,8 @@ class _Slot:
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with tensors replaced by slots. Looks into tuples only: a list or dict may be there to be filled."""
+    """The value with tensors replaced by slots. Looks into tuples only: a list or dict may be there to be
+    filled."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Slot(len(tensors) - 1)
@@ -147,8 +154,8 @@ def _put_back(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
 
 
 def without_caches(block: nn.Module, name: str, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments with empty key/value caches (transformers) taken away, as transformers' own checkpointing does:
-    a recompute would append to the cache a second time.
+    """The arguments with empty key/value caches (transformers) taken away, as transformers' own
+    checkpointing does: a recompute would append to the cache a second time.
 
     Raises:
         UsageError: a cache that holds something (a prefix), which the block needs.
@@ -160,8 +167,9 @@ def without_caches(block: nn.Module, name: str, args: Any, kwargs: Any) -> tuple
             return value
         if int(value.get_seq_length(layer)) > 0:
             raise UsageError(
-                f"block {name!r} was given a key/value cache that is not empty; a recompute would append to it again. "
-                "Leave gradient checkpointing off where a cache with a prefix is trained (prefix tuning)"
+                f"block {name!r} was given a key/value cache that is not empty; a recompute would append to "
+                "it again. Leave gradient checkpointing off where a cache with a prefix is trained (prefix "
+                "tuning)"
             )
         return None
 

@@ -1,4 +1,5 @@
-"""Gradient checkpointing: chosen blocks keep their inputs (and chosen outputs) only and run again in the backward pass."""
+"""Gradient checkpointing: chosen blocks keep their inputs (and chosen outputs) only and run again in the
+backward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from memfit.core.errors import UsageError
-from memfit.techniques.base import Exactness, Technique, Undo, whole_number
+from memfit.core.exactness import Exactness
+from memfit.techniques.base import Technique, Undo, whole_number
 from memfit.techniques.saved_operations import check_names
 
 if TYPE_CHECKING:
@@ -24,18 +26,21 @@ if TYPE_CHECKING:
 class GradientCheckpointing(Technique):
     """Recomputes blocks in the backward pass instead of keeping what they computed.
 
-    Gradients, buffers (running statistics too) and random state are bitwise those of the plain step. Blocks are found
-    by themselves (``find_block_chains``) or named. With none of the first three settings, every block is recomputed.
+    Gradients, buffers (running statistics too) and random state are bitwise those of the plain step. Blocks
+    are found by themselves (``find_block_chains``) or named. With none of the first three settings, every
+    block is recomputed.
 
     Args:
         checkpoint_frequency: every how many blocks of each chain one is recomputed (1: all of them).
-        blocks: block name → the operations whose outputs this block keeps; an empty list recomputes all of it.
-        memory_savings: instead of a frequency, the share (above 0, up to 1) of each chain's blocks to recompute, taken
-            from its start: the last blocks are recomputed when the backward pass holds most, so they cost most to have.
-            Blocks of a chain count alike. Each recomputed block still keeps its input.
-        save: the operations that every recomputed block keeps (not together with ``blocks``): ``"linear"``, ``"linear:3"``
-            (the fourth product with a weight matrix), ``"attention"``, ``"convolution"``, ``"normalization"``,
-            ``"pointwise"``, ``"random"``.
+        blocks: block name → the operations whose outputs this block keeps; an empty list recomputes all of
+            it.
+        memory_savings: instead of a frequency, the share (above 0, up to 1) of each chain's blocks to
+            recompute, taken from its start: the last blocks are recomputed when the backward pass holds
+            most, so they cost most to have. Blocks of a chain count alike. Each recomputed block still keeps
+            its input.
+        save: the operations that every recomputed block keeps (not together with ``blocks``): ``"linear"``,
+            ``"linear:3"`` (the fourth product with a weight matrix), ``"attention"``, ``"convolution"``,
+            ``"normalization"``, ``"pointwise"``, ``"random"``.
 
     Example:
         >>> import torch
@@ -111,7 +116,7 @@ class GradientCheckpointing(Technique):
             chosen.setdefault(id(block), (block, CheckpointedForward(block, name, saves, previous)))
         _refuse_selective_nesting(chosen)
         for block, forward in chosen.values():
-            block.forward = forward  # type: ignore[method-assign]
+            block.forward = forward
         return _undo_of([block for block, _ in chosen.values()])
 
 
@@ -126,12 +131,12 @@ def _undo_of(blocks: list[nn.Module]) -> Undo:
             forward = vars(block).get("forward")
             if not isinstance(forward, CheckpointedForward):
                 raise UsageError(
-                    f"the forward of a {type(block).__name__} was replaced after gradient checkpointing was applied; "
-                    "take that replacement back first"
+                    f"the forward of a {type(block).__name__} was replaced after gradient checkpointing was "
+                    "applied; take that replacement back first"
                 )
             del block.forward
             if forward.previous is not None:
-                block.forward = forward.previous  # type: ignore[method-assign]
+                block.forward = forward.previous
 
     return undo
 
@@ -171,7 +176,8 @@ def _refuse_selective_nesting(chosen: Mapping[int, tuple[nn.Module, Checkpointed
         for other in inner:
             if forward.saves or other.saves:
                 raise UsageError(
-                    f"block {other.name!r} lies within block {forward.name!r}: blocks that keep outputs cannot be nested"
+                    f"block {other.name!r} lies within block {forward.name!r}: blocks that keep outputs "
+                    "cannot be nested"
                 )
 
 

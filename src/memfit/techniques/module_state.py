@@ -1,12 +1,13 @@
 """Keeps a recompute from changing a block's state a second time.
 
-A forward may change more than it returns: running statistics, power-iteration vectors, moving averages, counters. A
-recompute must start from the state that the forward started from, and must leave no trace. So every call notes what
-the forward changed and what was there before; a recompute runs on copies of that, and then everything is put back.
+A forward may change more than it returns: running statistics, power-iteration vectors, moving averages,
+counters. A recompute must start from the state that the forward started from, and must leave no trace. So
+every call notes what the forward changed and what was there before; a recompute runs on copies of that, and
+then everything is put back.
 
-Changes are found by identity (an attribute or buffer was replaced) and by version counter (changed in place). A buffer
-that is changed in place has to be copied before the forward; which ones are is learnt in a block's first call, in
-which all its buffers are copied for the time of the call.
+Changes are found by identity (an attribute or buffer was replaced) and by version counter (changed in
+place). A buffer that is changed in place has to be copied before the forward; which ones are is learnt in a
+block's first call, in which all its buffers are copied for the time of the call.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _NORMS = frozenset(
         nn.InstanceNorm3d.forward,
     }
 )
-"""Forwards whose output in training does not depend on the running statistics that they update. Their update leaves
-no version behind, so they are known by name."""
+"""Forwards whose output in training does not depend on the running statistics that they update. Their update
+leaves no version behind, so they are known by name."""
 
 Place = tuple[str, str]
 """A submodule's name in the block, and the name of a buffer or attribute of it."""
@@ -44,7 +45,8 @@ Place = tuple[str, str]
 
 @dataclass(slots=True)
 class BlockMemory:
-    """What is known of a block between calls: which buffers its forward changes in place, by mode of its modules."""
+    """What is known of a block between calls: which buffers its forward changes in place, by mode of its
+    modules."""
 
     name: str
     changing: dict[tuple[bool, ...], set[Place]] = field(default_factory=dict)
@@ -59,7 +61,8 @@ class StateWatch:
         self._mode = tuple(module.training for module in self._modules.values())
         self._attributes = {name: _own_attributes(module) for name, module in self._modules.items()}
         self._buffers = {name: dict(m._buffers) for name, m in self._modules.items() if m._buffers}
-        self._versions = {place: tensor._version for place, tensor in self._watched_tensors()}
+        self._watched = list(self._watched_tensors())
+        self._versions = [tensor._version for _, tensor in self._watched]
         self._copies = {place: tensor.detach().clone() for place, tensor in self._to_copy()}
         self._before: dict[Place, Any] = {}
 
@@ -70,19 +73,19 @@ class StateWatch:
             UsageError: a buffer changed in place that never did so before: what it was is lost.
         """
         replaced = dict(self._replaced())
-        changed = {
-            place for place, tensor in self._watched_tensors() if tensor._version != self._versions[place]
-        }
+        pairs = zip(self._watched, self._versions, strict=True)
+        changed = {place for (place, tensor), version in pairs if tensor._version != version}
         lost = sorted(changed - self._copies.keys())
         if lost:
             raise UsageError(
-                f"block {self._memory.name!r} changes its buffer {'.'.join(filter(None, lost[0]))!r} in place in some "
-                "calls only, so it cannot be recomputed; leave this block out of gradient checkpointing"
+                f"block {self._memory.name!r} changes its buffer {'.'.join(filter(None, lost[0]))!r} in "
+                "place in some calls only, so it cannot be recomputed; leave this block out of gradient "
+                "checkpointing"
             )
         always = {place for place in self._copies if place[1] in _RUNNING}
         self._memory.changing[self._mode] = self._memory.changing.get(self._mode, set()) | changed
         self._before = replaced | {place: self._copies[place] for place in changed | always}
-        del self._attributes, self._buffers, self._versions, self._copies
+        del self._attributes, self._buffers, self._watched, self._versions, self._copies
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
@@ -108,7 +111,8 @@ class StateWatch:
                     module._buffers[key] = None if statistic is None else statistic.detach().clone()
 
     def _watched_tensors(self) -> Iterator[tuple[Place, torch.Tensor]]:
-        """Buffers and plain tensor attributes as they were before the forward, but for those of plain norms."""
+        """Buffers and plain tensor attributes as they were before the forward, but for those of plain
+        norms."""
         for name, held in (*self._buffers.items(), *self._attributes.items()):
             passed_over = _RUNNING if _is_plain_norm(self._modules[name]) else frozenset()
             for key, value in held.items():
@@ -117,7 +121,7 @@ class StateWatch:
 
     def _to_copy(self) -> Iterator[tuple[Place, torch.Tensor]]:
         learnt = self._memory.changing.get(self._mode)
-        for place, tensor in self._watched_tensors():
+        for place, tensor in self._watched:
             running = place[1] in _RUNNING and self._modules[place[0]].training
             if running or learnt is None or place in learnt:
                 yield place, tensor

@@ -1,7 +1,7 @@
 """Names of the operations whose outputs a checkpointed block keeps.
 
-A name is a kind, or a kind and the operation's number among its kind in the block's forward: ``"linear"``, ``"linear:3"``,
-``"attention"``, ``"convolution:0"``, ``"random"``.
+A name is a kind, or a kind and the operation's number among its kind in the block's forward: ``"linear"``,
+``"linear:3"``, ``"attention"``, ``"convolution:0"``, ``"random"``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 from memfit.core.errors import UsageError
 
 KINDS: tuple[str, ...] = ("linear", "attention", "convolution", "normalization", "pointwise", "random")
-"""``linear``: products with a weight matrix. ``attention``: fused attention, or the product that follows a softmax.
-``random``: what draws random numbers. ``pointwise``: operations that PyTorch tags so, in-place ones not counted."""
+"""``linear``: products with a weight matrix. ``attention``: fused attention, or the product that follows a
+softmax. ``random``: what draws random numbers. ``pointwise``: operations that PyTorch tags so, in-place ones
+not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ def _read_name(name: Any, place: str) -> tuple[str, int | None]:
     kind, colon, ordinal = name.partition(":") if isinstance(name, str) else ("", "", "")
     if kind not in KINDS or (colon and not ordinal.isdigit()):
         raise UsageError(
-            f"{place} cannot save {name!r}: give a kind ({', '.join(KINDS)}), alone or with the number of the "
-            "operation among its kind, as in 'linear:0'"
+            f"{place} cannot save {name!r}: give a kind ({', '.join(KINDS)}), alone or with the number of "
+            "the operation among its kind, as in 'linear:0'"
         )
     return kind, int(ordinal) if colon else None

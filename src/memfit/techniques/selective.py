@@ -1,11 +1,14 @@
-"""Saves the outputs of chosen operations of a checkpointed block, so that the recompute does not run them again.
+"""Saves the outputs of chosen operations of a checkpointed block, so that the recompute does not run them
+again.
 
-Which operations: ``saved_operations``. A pair of dispatch modes does it: one keeps outputs in the forward, the other hands
-them out in the recompute. Two things that PyTorch's own selective checkpointing leaves to the user are done here:
+Which operations: ``saved_operations``. A pair of dispatch modes does it: one keeps outputs in the forward,
+the other hands them out in the recompute. Two things that PyTorch's own selective checkpointing leaves to
+the user are done here:
 
 * A saved random operation draws nothing in the recompute, so all later draws of the block would differ. The
   generator's state after each saved random operation is noted, and set when the operation is skipped.
-* An output that is changed in place later in the block is copied first, so the recompute gets what the operation gave.
+* An output that is changed in place later in the block is copied first, so the recompute gets what the
+  operation gave.
 
 The modes cost one dictionary look-up for an operation of no interest.
 """
@@ -51,7 +54,8 @@ _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
 
 
 def selective_modes(saved: SavedOperations, *, block: str) -> tuple[Keep, Replay]:
-    """The modes for one call of a block: the first goes around its forward, the second around each recompute."""
+    """The modes for one call of a block: the first goes around its forward, the second around each
+    recompute."""
     ledger = _Ledger(block=block)
     table = _TABLES.setdefault(frozenset(saved.wanted), {})
     return Keep(saved, table, ledger), Replay(table, ledger)
@@ -75,7 +79,8 @@ _TABLES: dict[frozenset[str], _Table] = {}
 
 @dataclass(slots=True)
 class _Kept:
-    """One saved output: detached, with versions to notice changes, and the random state after the operation."""
+    """One saved output: detached, with versions to notice changes, and the random state after the
+    operation."""
 
     output: Any
     versions: tuple[int, ...]
@@ -92,12 +97,21 @@ class _Ledger:
     by_storage: dict[int, list[int]] = field(default_factory=dict)
 
 
-class Keep(TorchDispatchMode):
-    """Runs every operation and keeps the outputs of the chosen ones."""
+class _LightMode(TorchDispatchMode):
+    """A mode whose dispatch is a plain function: the wrapper that keeps the compiler out costs 10 µs an
+    operation."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Keep(_LightMode):
+    """Runs every operation and keeps the outputs of the chosen ones."""
 
     def __init__(self, saved: SavedOperations, table: _Table, ledger: _Ledger) -> None:
         super().__init__()
@@ -126,7 +140,8 @@ class Keep(TorchDispatchMode):
         ledger.operations.append(func)
         if not self._is_wanted(role, func, args, kwargs):
             return
-        # An in-place operation's version is raised only after it, and its target often changes again: keep a copy.
+        # An in-place operation's version is raised only after it, and its target often changes again: keep a
+        # copy.
         tensors = list(_tensors(output))
         tensors = [tensor.clone() for tensor in tensors] if role.written else _sharing_versions(tensors)
         ledger.kept[position] = _Kept(
@@ -157,7 +172,8 @@ class Keep(TorchDispatchMode):
         return role.kinds
 
     def _kind_of_product(self, args: Any) -> str:
-        """A batched product is a linear layer where its matrix is one weight, repeated; attention after a softmax."""
+        """A batched product is a linear layer where its matrix is one weight, repeated; attention after a
+        softmax."""
         if args[-1].stride(0) == 0:
             return "linear"
         attention, self._after_softmax = self._after_softmax, False
@@ -180,12 +196,9 @@ class Keep(TorchDispatchMode):
                 kept.versions = tuple(copy._version for copy in copies)
 
 
-class Replay(TorchDispatchMode):
-    """Hands out the kept outputs, each once; what was not kept (or was used before, by an earlier backward) runs."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
+class Replay(_LightMode):
+    """Hands out the kept outputs, each once; what was not kept (or was used before, by an earlier backward)
+    runs."""
 
     def __init__(self, table: _Table, ledger: _Ledger) -> None:
         super().__init__()
@@ -223,17 +236,19 @@ class Replay(TorchDispatchMode):
         expected = ledger.operations[position] if position < len(ledger.operations) else None
         if expected is not func:
             raise UsageError(
-                f"block {ledger.block!r} did not run the same operations again: operation {position} of the kinds that "
-                f"it saves was {expected or 'none'} in the forward and {func} in the recompute. Its forward depends on "
-                "something that changed in between; leave this block out, or checkpoint it without saved operations"
+                f"block {ledger.block!r} did not run the same operations again: operation {position} of the "
+                f"kinds that it saves was {expected or 'none'} in the forward and {func} in the recompute. "
+                "Its forward depends on something that changed in between; leave this block out, or "
+                "checkpoint it without saved operations"
             )
         return ledger.kept.pop(position, None)
 
     def _check_unchanged(self, kept: _Kept, func: Any) -> None:
         if tuple(tensor._version for tensor in _tensors(kept.output)) != kept.versions:
             raise UsageError(
-                f"the saved output of {func} in block {self._ledger.block!r} was changed in place after the block had "
-                "returned it, so the recompute cannot use it; leave this operation out of what the block saves"
+                f"the saved output of {func} in block {self._ledger.block!r} was changed in place after the "
+                "block had returned it, so the recompute cannot use it; leave this operation out of what the "
+                "block saves"
             )
 
 
@@ -243,7 +258,8 @@ def _learn(table: _Table, saved: SavedOperations, func: Any) -> _Role | None:
 
 
 def _role(func: Any, wanted: Mapping[str, Any]) -> _Role | None:
-    """The role of an operation; ``None`` where the modes need do nothing: it is not of a wanted kind and writes nothing."""
+    """The role of an operation; ``None`` where the modes need do nothing: it is not of a wanted kind and
+    writes nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None or func is aten.detach.default:
         return None
@@ -290,7 +306,8 @@ def _draws(role: _Role, args: Any, kwargs: Any) -> bool:
 
 
 def _random_state(output: Any) -> tuple[torch.device, Any] | None:
-    """The default generator of the output's device, as it is now. CUDA: its Philox offset, read without a sync."""
+    """The default generator of the output's device, as it is now. CUDA: its Philox offset, read without a
+    sync."""
     device = next((tensor.device for tensor in _tensors(output)), torch.device("cpu"))
     if device.type == "cuda":
         return device, torch.cuda.default_generators[device.index].get_offset()
@@ -323,10 +340,14 @@ def _rebuild(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _sharing_versions(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Other tensors on the same storages, with the same version counters: they hold no graph, but notice changes."""
+    """Other tensors on the same storages, with the same version counters: they hold no graph, but notice
+    changes."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return [tensor.detach() for tensor in tensors]
 
 
 def _storage_key(tensor: torch.Tensor) -> int | None:
-    return None if is_traceable_wrapper_subclass(tensor) else tensor.untyped_storage()._cdata
+    if is_traceable_wrapper_subclass(tensor):
+        return None
+    key: int = tensor.untyped_storage()._cdata
+    return key

@@ -1,0 +1,166 @@
+"""Chunked output layer and cross entropy: the logits of a batch are the largest tensors of a language
+model's step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from memfit.core.errors import UsageError
+from memfit.core.exactness import Exactness
+from memfit.techniques.base import Technique, Undo, refuse_second, whole_number
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+_LEAST_CLASSES = 8192
+"""A Linear with at least this many outputs counts as an output layer; below, it must be tied to an embedding
+or be as wide as one, or be named by the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedCrossEntropy(Technique):
+    """Computes output layer, cross entropy and their gradients chunk by chunk over the tokens.
+
+    The model and the loss stay as they are: the output layer gives logits that are not computed before
+    something looks at them, and ``torch.nn.functional.cross_entropy`` (and what is built on it, as the
+    losses in transformers) on them runs in chunks. Nothing is recomputed. Any other use of the logits
+    computes them, as without the technique.
+
+    Args:
+        chunks: in how many pieces the tokens are cut; more pieces need less memory.
+        layer: the output layer's name, where it is not found by itself.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9000, 8), torch.nn.Linear(8, 9000))
+        >>> ids = torch.arange(12)
+        >>> logits = ChunkedCrossEntropy(chunks=4).apply(model)(ids)
+        >>> torch.nn.functional.cross_entropy(logits, ids).backward()
+    """
+
+    name: ClassVar[str] = "chunked_cross_entropy"
+
+    chunks: int = 8
+    layer: str | None = None
+
+    def __post_init__(self) -> None:
+        whole_number(self.chunks, key="chunks", technique=self.name)
+
+    def exactness(self, model: nn.Module) -> Exactness:
+        return "reordered"
+
+    def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
+        refuse_second(model, ChunkedCrossEntropy)
+        _refuse_sharded(model)
+        name, layer = self._output_layer(model)
+        if "forward" in vars(layer) or not _is_plain_linear(layer):
+            raise UsageError(
+                f"{self.name}: the output layer {name!r} is a {type(layer).__name__} with a forward of its "
+                "own; only a plain torch.nn.Linear can be computed in chunks"
+            )
+        layer.forward = DeferredForward(layer, self.chunks)
+        reference = weakref.ref(layer)
+
+        def undo() -> None:
+            changed = reference()
+            if changed is not None:
+                del changed.forward
+
+        return undo
+
+    def _output_layer(self, model: nn.Module) -> tuple[str, nn.Module]:
+        from memfit.techniques.blocks import get_block
+
+        if self.layer is not None:
+            return self.layer, get_block(model, self.layer)
+        found = find_output_layer(model)
+        if found is None:
+            raise UsageError(
+                f"{self.name}: no output layer found in this {type(model).__name__} (a Linear as wide as a "
+                "vocabulary); name it: ChunkedCrossEntropy(layer='head')"
+            )
+        return found
+
+
+class DeferredForward:
+    """The forward of an output layer whose logits are computed on demand. Refers to its layer weakly."""
+
+    def __init__(self, layer: nn.Module, chunks: int) -> None:
+        self._layer = weakref.ref(layer)
+        self._chunks = chunks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DeferredForward, (self._layer(), self._chunks)
+
+    def __call__(self, input: Any) -> Any:
+        import torch
+
+        from memfit.techniques.deferred_logits import OutputLayer, defer
+
+        layer: Any = self._layer()
+        needed = input.requires_grad or layer.weight.requires_grad
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and needed) or input.dim() < 2:
+            return torch.nn.Linear.forward(layer, input)
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        return defer(input, OutputLayer(layer.weight, layer.bias, dtype, self._chunks))
+
+
+def find_output_layer(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The Linear that gives the logits, with its name; ``None`` where no layer looks like it.
+
+    In this order: what transformers' ``get_output_embeddings`` says; a Linear that shares its weight with an
+    embedding; the last Linear as wide as an embedding has rows, or with at least 8192 outputs.
+    """
+    linears = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
+    told = {id(layer) for layer in _told_by_model(model)}
+    embeddings = [
+        m for m in model.modules() if type(m).__name__.endswith("Embedding") and hasattr(m, "num_embeddings")
+    ]
+    tied = {id(embedding.weight) for embedding in embeddings}
+    rows = {embedding.num_embeddings for embedding in embeddings}
+    rules = (
+        lambda layer: id(layer) in told,
+        lambda layer: id(layer.weight) in tied,
+        lambda layer: layer.out_features in rows and layer.out_features > layer.in_features,
+        lambda layer: layer.out_features >= _LEAST_CLASSES and layer.out_features > layer.in_features,
+    )
+    for rule in rules:
+        fitting = [(name, layer) for name, layer in linears if rule(layer)]
+        if fitting:
+            return fitting[-1]
+    return None
+
+
+def _told_by_model(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        ask = getattr(type(module), "get_output_embeddings", None)
+        layer = ask(module) if ask is not None else None
+        if layer is not None and _is_linear(layer):
+            yield layer
+
+
+def _is_linear(module: Any) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear)
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in type(module).__mro__):
+            raise UsageError(
+                f"chunked_cross_entropy: {name or type(module).__name__!r} is sharded by FSDP, which takes "
+                "the output layer's weight away before the loss is computed; apply it to models that are not "
+                "sharded"
+            )
