@@ -39,10 +39,9 @@ def gpu_worker():
 
 def alive(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
 def gone_soon(pid):
@@ -75,11 +74,17 @@ def test_one_worker_serves_many_gpus(gpu_worker):
 def test_out_of_memory_is_a_value(gpu_worker):
     oom = gpu_worker.call("worker_targets:out_of_memory")["oom"]
     assert oom["asked_bytes"] == 1 << 42
-    assert (oom["file"], oom["line"], oom["function"]) == (str(HERE / "worker_targets.py"), 38, "out_of_memory")
+    assert (oom["file"], oom["line"], oom["function"]) == (
+        str(HERE / "worker_targets.py"),
+        38,
+        "out_of_memory",
+    )
 
 
 def test_what_user_code_raises_comes_with_its_line(plain_worker):
-    with pytest.raises(WorkloadFailed, match=r"ValueError: no such thing \(.*worker_targets.py:28 in raises\)"):
+    with pytest.raises(
+        WorkloadFailed, match=r"ValueError: no such thing \(.*worker_targets.py:28 in raises\)"
+    ):
         plain_worker.call("worker_targets:raises")
 
 
@@ -117,7 +122,7 @@ def test_progress_arrives_in_order(plain_worker):
 
 
 def test_prints_go_to_stderr(tmp_path):
-    script = f"""
+    script = """
         from memfit.dryrun.worker import Worker
         with Worker(None, preload=()) as worker:
             worker.call("worker_targets:prints")
@@ -140,12 +145,18 @@ def test_a_session_keeps_its_object_between_calls(plain_worker):
 
 
 def test_a_session_that_cannot_be_built(plain_worker):
-    with pytest.raises(WorkloadFailed, match="cannot be made"), plain_worker.session("worker_targets:Unbuildable"):
+    with (
+        pytest.raises(WorkloadFailed, match="cannot be made"),
+        plain_worker.session("worker_targets:Unbuildable"),
+    ):
         pass
 
 
 def test_preload_that_is_missing():
-    with Worker(None, preload=("no_such_module",)) as worker, pytest.raises(CannotRunHere, match="no_such_module"):
+    with (
+        Worker(None, preload=("no_such_module",)) as worker,
+        pytest.raises(CannotRunHere, match="no_such_module"),
+    ):
         worker.call("worker_targets:pid")
 
 
@@ -166,11 +177,13 @@ def test_worker_and_forks_die_with_the_parent(how):
             print(worker._process.pid, session.call("pid"), flush=True)
             time.sleep(60)
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], env=_env(), stdout=subprocess.PIPE, text=True)
-    pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(pids) == 2 and all(map(alive, pids))
-    process.send_signal(how)
-    process.wait(10)
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], env=_env(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(alive, pids))
+        process.send_signal(how)
+        process.wait(10)
     assert all(map(gone_soon, pids))
 
 
@@ -209,5 +222,10 @@ def _env():
 
 def _python(script):
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=_env(), capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=_env(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )

@@ -1,4 +1,4 @@
-"""Capture: a workload's training step as a graph of operators and storage lives, on any device, the made-up GPU included."""
+"""Capture: a workload's training step as a graph of operators and storage lives, on any device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def capture_step(
 
     Args:
         workload: a `Workload`, or a text that `memfit.capture.workloads.load_workload` takes.
-        gpu: capture on this made-up GPU, in a process of its own: PyTorch then chooses the CUDA operators it would choose there.
-        device: without ``gpu``, where to build and run the step in this process: ``"cpu"``, ``"cuda"`` or ``"meta"``.
+        gpu: capture on this made-up GPU, in a process of its own: PyTorch then chooses the CUDA operators it
+            would choose there.
+        device: without ``gpu``, where to build and run the step in this process: ``"cpu"``, ``"cuda"`` or
+            ``"meta"``.
         micro_batches: into how many parts to split the batch.
 
     Raises:
@@ -40,7 +42,9 @@ def capture_step(
     return capture(build_step(chosen, device=device, micro_batches=micro_batches))
 
 
-def _captured_on_gpu(reference: dict[str, object], gpu: GPU | str, micro_batches: int, spec: str | None) -> StepGraph:
+def _captured_on_gpu(
+    reference: dict[str, object], gpu: GPU | str, micro_batches: int, spec: str | None
+) -> StepGraph:
     from memfit.capture.graph import StepGraph
     from memfit.core.devices import find_gpu
     from memfit.core.errors import ToolFailure
@@ -48,7 +52,9 @@ def _captured_on_gpu(reference: dict[str, object], gpu: GPU | str, micro_batches
 
     device = find_gpu(gpu) if isinstance(gpu, str) else gpu
     with Worker(device, preload=preload_for(spec)) as worker:
-        data = worker.call("memfit.capture.measure:capture_reference", workload=reference, micro_batches=micro_batches)
+        data = worker.call(
+            "memfit.capture.measure:capture_reference", workload=reference, micro_batches=micro_batches
+        )
     if "oom" in data:
         raise ToolFailure(f"the step does not fit {device.name}: {data['oom']['message']}")
     return StepGraph.from_json(data)

@@ -1,9 +1,10 @@
 """Which module and phase an operator belongs to, in the forward pass, the backward pass and recomputation.
 
-Forward: a stack kept by global module hooks. Backward: each autograd node carries the sequence number that the thread's
-counter had when the forward pass made it; the first operator after that was in the module sought. (`setdefault`, since
-operators without a node follow under an unchanged number, perhaps already in the next module.) Recomputation runs inside the
-backward pass with gradients enabled, which nothing else does but second derivatives; those are refused.
+Forward: a stack kept by global module hooks. Backward: each autograd node carries the sequence number that
+the thread's counter had when the forward pass made it; the first operator after that was in the module
+sought. (`setdefault`, since operators without a node follow under an unchanged number, perhaps already in
+the next module.) Recomputation runs inside the backward pass with gradients enabled, which nothing else does
+but second derivatives; those are refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from memfit.core.errors import UsageError
 
 _CREATE_GRAPH_POSITION = 3
+_next_number: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def phase_of(phase: str) -> str:
@@ -73,7 +75,7 @@ class Attribution:
             return phase, self._backward_module()
         module = self._stack[-1] if self._stack else ""
         if torch.is_grad_enabled():
-            self._made_in.setdefault(torch.autograd._get_sequence_nr() - 1, module)
+            self._made_in.setdefault(_next_number() - 1, module)
         return phase, module
 
     def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -86,16 +88,20 @@ class Attribution:
         self._stack.pop()
 
     def _recomputed_module(self) -> str:
-        """Code of the recomputed block itself runs outside of any module's call: its children tell which block it is."""
+        """A recomputed block's own code runs outside of any module's call; its children tell which it is."""
         if self._recomputing is None:
             self._made_again.clear()
-            self._recomputing = self._stack[-1].rpartition(".")[0] if self._stack else self._backward_module().rpartition(".")[0]
+            self._recomputing = (
+                self._stack[-1].rpartition(".")[0]
+                if self._stack
+                else self._backward_module().rpartition(".")[0]
+            )
         module = self._stack[-1] if self._stack else self._recomputing
-        self._made_again.setdefault(torch.autograd._get_sequence_nr() - 1, module)
+        self._made_again.setdefault(_next_number() - 1, module)
         return module
 
     def _backward_module(self) -> str:
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return ""
         if node.name().endswith("AccumulateGrad"):
@@ -103,7 +109,8 @@ class Attribution:
         task = torch._C._current_graph_task_id()
         self._outer_task = task if self._outer_task is None else self._outer_task
         number = node._sequence_nr()
-        # A backward pass inside the backward pass is that of a recomputed part, whose numbers may be another thread's.
+        # A backward pass inside the backward pass is that of a recomputed part, whose numbers may be another
+        # thread's.
         module = self._made_again.get(number) if task != self._outer_task else None
         if module is None:
             module = self._made_in.get(number)
@@ -114,14 +121,16 @@ class Attribution:
 
 @contextlib.contextmanager
 def _refuse_second_derivatives() -> Iterator[None]:
-    """``create_graph=True`` runs the backward pass with gradients enabled, which would be taken for recomputation."""
+    """With ``create_graph=True`` a backward pass has gradients enabled: it would look like recomputation."""
     run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("create_graph") or (len(args) > _CREATE_GRAPH_POSITION and args[_CREATE_GRAPH_POSITION]):
+        if kwargs.get("create_graph") or (
+            len(args) > _CREATE_GRAPH_POSITION and args[_CREATE_GRAPH_POSITION]
+        ):
             raise UsageError(
-                "the step differentiates its own gradients (create_graph=True): second derivatives cannot be captured; "
-                "a dry run of the script measures them"
+                "the step differentiates its own gradients (create_graph=True): second derivatives cannot be "
+                "captured; a dry run of the script measures them"
             )
         return run(*args, **kwargs)
 

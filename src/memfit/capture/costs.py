@@ -1,16 +1,21 @@
-"""How long an operator takes on a GPU: a roofline with an efficiency for each class of operators. No torch here.
+"""How long an operator takes on a GPU: a roofline with an efficiency for each class of operators. No torch
+here.
 
     seconds = max(flops / (peak x share), bytes / (bandwidth x share), launch)
 
 Where the shares come from:
 
-* matrix products 0.7, convolutions 0.6, attention 0.5 of the dense peak: large cuBLAS products reach 70-80 % of an A100's or
-  H100's peak; FlashAttention-2 reports 50-73 % forward and about 50 % backward on an A100 (Dao 2023, table 1).
-* memory-bound operators 0.8 of the bandwidth for element-wise, optimizer and copies (STREAM-like kernels reach 80-90 %),
+* matrix products 0.7, convolutions 0.6, attention 0.5 of the dense peak: large cuBLAS products reach 70-80 %
+of an A100's or
+  H100's peak; FlashAttention-2 reports 50-73 % forward and about 50 % backward on an A100 (Dao 2023, table
+  1).
+* memory-bound operators 0.8 of the bandwidth for element-wise, optimizer and copies (STREAM-like kernels
+reach 80-90 %),
   less for reductions and normalizations (two passes), and for gathers (scattered rows).
 * 4 microseconds is what a kernel's launch takes at least in eager mode.
 
-Good enough to rank plans and to weigh recomputation, not to promise times: shares of a given GPU differ by tens of per cent.
+Good enough to rank plans and to weigh recomputation, not to promise times: shares of a given GPU differ by
+tens of per cent.
 """
 
 from __future__ import annotations
@@ -38,15 +43,43 @@ class OpClass:
 # The first class with a word in the operator's name has it, so the special ones come before the general ones.
 OP_CLASSES: tuple[OpClass, ...] = (
     OpClass(name="optimizer", words=("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_")),
-    OpClass(name="attention", words=("scaled_dot_product", "flash_attention", "efficient_attention"), compute_share=0.5),
-    OpClass(name="convolution", words=("convolution", "conv1d", "conv2d", "conv3d", "_conv_"), compute_share=0.6),
-    OpClass(name="gemm", words=("mm.", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "linear", "matmul", ".dot.", ".mv."), compute_share=0.7),
+    OpClass(
+        name="attention",
+        words=("scaled_dot_product", "flash_attention", "efficient_attention"),
+        compute_share=0.5,
+    ),
+    OpClass(name="convolution", words=("convolution", "conv1d", "conv2d", "conv3d"), compute_share=0.6),
+    OpClass(
+        name="gemm",
+        words=("mm.", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "linear", "matmul", ".dot.", ".mv."),
+    ),
     OpClass(name="normalization", words=("norm",), bandwidth_share=0.65),
-    OpClass(name="gather", words=("embedding", "index", "gather", "scatter", "nll_loss", "take", "topk", "sort"), bandwidth_share=0.5),
-    OpClass(name="reduction", words=("softmax", "sum", "mean", "logsumexp", "amax", "amin", "argmax", "pool", "var", "cumsum", "cross_entropy"), bandwidth_share=0.7),
-    OpClass(name="copy", words=("copy", "clone", "cat.", "stack", "zero", "fill", "contiguous", "slice_backward", "select_backward"), bandwidth_share=0.8),
-    OpClass(name="elementwise", words=("",), bandwidth_share=0.8),
-)  # fmt: skip
+    OpClass(
+        name="gather",
+        words=("embedding", "index", "gather", "scatter", "nll_loss", "take", "topk", "sort"),
+        bandwidth_share=0.5,
+    ),
+    OpClass(
+        name="reduction",
+        words=(
+            "softmax",
+            "sum",
+            "mean",
+            "amax",
+            "amin",
+            "argmax",
+            "pool",
+            "var.",
+            "var_mean",
+            "cross_entropy",
+        ),
+        bandwidth_share=0.7,
+    ),
+    OpClass(
+        name="copy", words=("copy", "clone", "cat.", "stack", "zero", "fill", "_backward_select", "slice")
+    ),
+    OpClass(name="elementwise", words=("",)),
+)
 
 _PEAK_KEYS: Mapping[str, tuple[str, ...]] = {
     "float32": ("fp32",),
@@ -76,7 +109,7 @@ def step_seconds(ops: Iterable[Op], gpu: GPU) -> float:
 
 
 def roofline_seconds(name: str, flops: int, bytes_moved: int, dtype: str, gpu: GPU) -> float:
-    """Predicted seconds of an operator that does ``flops`` in ``dtype`` and moves ``bytes_moved``; 0 when it does neither."""
+    """Predicted seconds of an operator that does ``flops`` in ``dtype`` and moves ``bytes_moved``."""
     if not flops and not bytes_moved:
         return 0.0
     cls = op_class(name)
@@ -86,6 +119,6 @@ def roofline_seconds(name: str, flops: int, bytes_moved: int, dtype: str, gpu: G
 
 
 def peak_flops(dtype: str, gpu: GPU) -> float:
-    """The GPU's dense peak for arithmetic in ``dtype`` (torch's name, or ``"tf32"``), the next wider type's where it has none."""
+    """The GPU's dense peak in ``dtype`` (torch's name, or ``"tf32"``), or in the next wider type."""
     keys = _PEAK_KEYS.get(dtype, ("fp32",))
     return next(gpu.peak_flops[key] for key in (*keys, "fp32") if key in gpu.peak_flops)

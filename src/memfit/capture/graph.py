@@ -28,17 +28,18 @@ class Op:
     Attributes:
         index: position in `StepGraph.ops`.
         name: the dispatcher's name with overload, ``"aten.mm.default"``.
-        module: name of the module whose forward ran it, or, in the backward pass, of the module whose forward it is
-            the derivative of; ``""`` is the root and code outside of every module.
+        module: name of the module whose forward ran it, or, in the backward pass, of the module whose
+            forward it is the derivative of; ``""`` is the root and code outside of every module.
         phase: one of `PHASES`.
         inputs: ids of the storages it reads, in argument order, without repeats.
         outputs: ids of the storages of its results (a view's result is a storage that it reads).
         mutates: ids of the storages it writes in place.
         is_view: makes no storage and moves no bytes.
         random: draws from the device's generator.
-        flops: floating-point operations of matrix products, convolutions and attention; 0 for everything else. Counted as
-            `torch.utils.flop_counter` does: causal attention counts the whole square.
-        work: the share of ``flops`` that the kernel really does: 0.5 for causal attention, which skips half of the square.
+        flops: floating-point operations of matrix products, convolutions and attention; 0 for everything
+            else. Counted as `torch.utils.flop_counter` does: causal attention counts the whole square.
+        work: the share of ``flops`` that the kernel really does: 0.5 for causal attention, which skips half
+            of the square.
         bytes_moved: bytes read and written once each; 0 for views.
         dtype: the type that it computes in: that of its first floating-point operand, or ``"tf32"``.
     """
@@ -171,7 +172,8 @@ class StepGraph:
         """Totals for each module, in order of first use.
 
         Args:
-            depth: parts of the module's name to keep; ``None`` keeps the whole name (each operator counts once either way).
+            depth: parts of the module's name to keep; ``None`` keeps the whole name (each operator counts
+                once either way).
         """
         totals: dict[str, ModuleTotal] = {}
         for op in self.ops:
@@ -192,7 +194,11 @@ class StepGraph:
     def under(self, module: str, phases: Iterable[str] = PHASES) -> tuple[Op, ...]:
         """Operators of ``module`` and everything inside it, of the given phases."""
         wanted, prefix = set(phases), f"{module}." if module else ""
-        return tuple(op for op in self.ops if op.phase in wanted and (op.module == module or op.module.startswith(prefix)))
+        return tuple(
+            op
+            for op in self.ops
+            if op.phase in wanted and (op.module == module or op.module.startswith(prefix))
+        )
 
     @property
     def event_count(self) -> int:
@@ -200,8 +206,10 @@ class StepGraph:
         return len(self.storages) + sum(storage.died >= 0 for storage in self.storages)
 
     def to_trace(self) -> Trace:
-        """The same lives as a trace: what was there before the step is allocated first, in phase ``"init"``."""
-        builder = TraceBuilder(meta={"name": self.name, "device": self.device, "source": "capture", **self.meta})
+        """The same lives as a trace; what was there before the step is allocated first, in phase ``init``."""
+        builder = TraceBuilder(
+            meta={"name": self.name, "device": self.device, "source": "capture", **self.meta}
+        )
         died: dict[int, list[int]] = defaultdict(list)
         born: dict[int, list[int]] = defaultdict(list)
         for storage in self.storages:
@@ -213,7 +221,9 @@ class StepGraph:
             for number in born[op.index]:
                 storage = self.storages[number]
                 module = storage.name.rpartition(".")[0] if op is _BEFORE else op.module
-                builder.alloc(storage.size_bytes, block=number, category=storage.category, **place | {"module": module})
+                builder.alloc(
+                    storage.size_bytes, block=number, category=storage.category, **place | {"module": module}
+                )
             for number in died[op.index]:
                 builder.free(number, category=self.storages[number].category, **place)
         return builder.build()
@@ -234,7 +244,10 @@ class StepGraph:
     def from_json(cls, data: Mapping[str, Any]) -> StepGraph:
         """Reads what `to_json` wrote. Raises InputError on another schema or broken columns."""
         if data.get("schema_version") != SCHEMA_VERSION:
-            raise InputError(f"step graph with schema_version {data.get('schema_version')!r}: this memfit reads {SCHEMA_VERSION}")
+            raise InputError(
+                f"step graph with schema_version {data.get('schema_version')!r}; this memfit reads "
+                f"{SCHEMA_VERSION}"
+            )
         try:
             return cls(
                 ops=tuple(Op(index=i, **row) for i, row in enumerate(_rows(data["ops"]))),
@@ -250,7 +263,7 @@ class StepGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleTotal:
-    """What one module costs in a step: operators, FLOPs, bytes moved, bytes it leaves for the backward pass."""
+    """What one module costs in a step; ``saved_bytes`` is what it leaves for the backward pass."""
 
     ops: int = 0
     flops: int = 0
@@ -281,4 +294,7 @@ def _rows(columns: Mapping[str, Sequence[Any]]) -> Iterable[dict[str, Any]]:
     if len(lengths) != 1:
         raise ValueError(f"columns of different lengths {sorted(lengths)}")
     for values in zip(*columns.values(), strict=True):
-        yield {key: tuple(value) if isinstance(value, list) else value for key, value in zip(columns, values, strict=True)}
+        yield {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in zip(columns, values, strict=True)
+        }

@@ -1,6 +1,7 @@
-"""Workloads from `transformers`: any model type by its default configuration, or a local or cached one by name.
+"""Workloads from `transformers`: any model type by its default configuration, or a local one by name.
 
-Weights are never downloaded, nor loaded: memory and time do not depend on them, and gradients of a random model prove as much.
+Weights are never downloaded, nor loaded: memory and time do not depend on them, and gradients of a random
+model prove as much.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit.capture.hf_small import small_overrides
-from memfit.capture.spec import NUMERICS, OPTIMIZERS, Numerics, choice, literal, parse_spec, positive_int, suggestion
+from memfit.capture.spec import (
+    NUMERICS,
+    OPTIMIZERS,
+    Numerics,
+    choice,
+    literal,
+    parse_spec,
+    positive_int,
+    suggestion,
+)
 from memfit.core.errors import CannotRunHere, UsageError
 from memfit.core.workload import Workload
 
@@ -29,7 +39,7 @@ _OWN_KEYS = ("batch", "seq", "size", "dtype", "optimizer", "task", "attn_impleme
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a model is trained on: the class that builds it, its batch, and how many labels its loss is a mean over."""
+    """What a model is trained on: its class, its batch, and over how many labels its loss is a mean."""
 
     auto_class: str
     mapping: str
@@ -65,7 +75,9 @@ class HubWorkload:
         if self.task_name is not None:
             task = choice(self.task_name, TASKS, "task")
             if self.config.model_type not in _task_models(task):
-                raise UsageError(f"transformers has no {task.auto_class} for model type {self.config.model_type!r}")
+                raise UsageError(
+                    f"transformers has no {task.auto_class} for model type {self.config.model_type!r}"
+                )
             return task
         for task in TASKS.values():
             if self.config.model_type in _task_models(task):
@@ -86,7 +98,7 @@ class HubWorkload:
         if self.attention is not None:
             options["attn_implementation"] = self.attention
         config = self._sized_config(size)
-        if config.architectures is None:  # some types have several classes for a task; the first is the plain one
+        if config.architectures is None:  # of several classes for a task the first is the plain one
             names = _task_models(self.task)[config.model_type]
             config.architectures = [names] if isinstance(names, str) else list(names[:1])
         auto_class = getattr(transformers, self.task.auto_class)
@@ -140,8 +152,9 @@ class HubWorkload:
 def load_hub_workload(text: str) -> Workload:
     """The workload of an ``hf:NAME,key=value,…`` text.
 
-    Keys: ``batch`` (8), ``seq`` (the model's positions, at most 1024), ``size`` (of images), ``dtype`` (fp32, bf16 weights,
-    bf16-autocast, fp16-autocast), ``optimizer``, ``task``, ``attn_implementation``, and any attribute of the configuration.
+    Keys: ``batch`` (8), ``seq`` (the model's positions, at most 1024), ``size`` (of images), ``dtype`` (fp32,
+    bf16 weights, bf16-autocast, fp16-autocast), ``optimizer``, ``task``, ``attn_implementation``, and any
+    attribute of the configuration.
     """
     spec = parse_spec(text)
     settings = dict(spec.settings)
@@ -180,7 +193,7 @@ def _find_config(name: str, settings: Mapping[str, Any]) -> PretrainedConfig:
         plain = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError, KeyError):
         raise UsageError(
-            f"model {name!r} is neither a model type of transformers, nor a local folder, nor in the local cache"
+            f"model {name!r} is no model type of transformers, no local folder, and not in the local cache"
             f"{suggestion(name, known)} (nothing is downloaded)"
         ) from None
     changed: PretrainedConfig = type(plain).from_dict({**plain.to_dict(), **_checked(plain, settings, name)})
@@ -188,20 +201,25 @@ def _find_config(name: str, settings: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _checked(config: PretrainedConfig, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The settings under the configuration's own attribute names. Raises UsageError for one that it does not have."""
+    """The settings under the configuration's own names. Raises UsageError for one that it does not have."""
     aliases: Mapping[str, str] = type(config).attribute_map
     known = {*config.to_dict(), *aliases, "num_labels"} - {"transformers_version", "architectures"}
     for key in settings:
         if key not in known:
-            raise UsageError(f"{key!r} is no setting of {name}{suggestion(key, [*_OWN_KEYS, *sorted(known)])}")
+            raise UsageError(
+                f"{key!r} is no setting of {name}{suggestion(key, [*_OWN_KEYS, *sorted(known)])}"
+            )
     return {aliases.get(key, key): value for key, value in settings.items()}
 
 
 def _prepared(config: PretrainedConfig) -> PretrainedConfig:
-    """Training settings: no key-value cache, and a first token where the decoder's inputs are the shifted labels."""
+    """Training settings: no key-value cache; a first token where the decoder reads the shifted labels."""
     if hasattr(config, "use_cache"):
         config.use_cache = False
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "decoder_start_token_id", None) is None
+    ):
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
 
@@ -215,26 +233,32 @@ def _task_models(task: Task) -> Mapping[str, Any]:
 
 def _title(hub: HubWorkload) -> str:
     shape = f"batch {hub.batch_size}"
-    if not TASKS["image-classification"] is hub.task:
+    if TASKS["image-classification"] is not hub.task:
         shape += f", sequence {hub._sequence()}"
     return f"{hub.name} ({shape}, {hub.dtype}, {hub.optimizer})"
 
 
-def _token_batch(hub: HubWorkload, config: PretrainedConfig, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+def _token_batch(
+    hub: HubWorkload, config: PretrainedConfig, batch: int, sequence: int
+) -> dict[str, torch.Tensor]:
     tokens = torch.randint(_text_config(config).vocab_size, (batch, sequence))
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _class_batch(hub: HubWorkload, config: PretrainedConfig, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+def _class_batch(
+    hub: HubWorkload, config: PretrainedConfig, batch: int, sequence: int
+) -> dict[str, torch.Tensor]:
     tokens = torch.randint(_text_config(config).vocab_size, (batch, sequence))
-    return {"input_ids": tokens, "labels": torch.randint(config.num_labels, (batch,))}
+    return {"input_ids": tokens, "labels": torch.randint(config.num_labels or 2, (batch,))}
 
 
-def _image_batch(hub: HubWorkload, config: PretrainedConfig, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+def _image_batch(
+    hub: HubWorkload, config: PretrainedConfig, batch: int, sequence: int
+) -> dict[str, torch.Tensor]:
     size = getattr(config, "image_size", None) or hub.image_size or DEFAULT_IMAGE
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.randn(batch, getattr(config, "num_channels", 3), height, width, dtype=hub.numerics.weights)
-    return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch,))}
+    return {"pixel_values": pixels, "labels": torch.randint(config.num_labels or 2, (batch,))}
 
 
 def _text_config(config: PretrainedConfig) -> Any:

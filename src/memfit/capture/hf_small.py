@@ -1,4 +1,4 @@
-"""A tiny form of a `transformers` configuration: same depth and module names, small widths, so that it runs on a CPU in a second."""
+"""A tiny form of a `transformers` configuration, for the CPU: same depth and module names, small widths."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ _PATCHES = 4
 # The names that model families give to the same thing; a configuration has some of each.
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "pooler_output_size", "lru_width")
 _EMBEDDING_WIDTHS = ("embedding_size", "word_embed_proj_dim")
-_HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_HEAD_COUNTS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
 _HEAD_WIDTHS = ("head_dim", "d_kv", "attention_head_size", "kv_channels")
 _INNER_WIDTHS = (
-    "intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "hidden_dim", "ffn_hidden_size",
+    "intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "hidden_dim",
+    "ffn_hidden_size",
     "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
 
@@ -31,7 +39,9 @@ def small_overrides(config: PretrainedConfig) -> dict[str, Any]:
         return [name for name in names if isinstance(current.get(name), int)]
 
     changes: dict[str, Any] = dict.fromkeys(present(_WIDTHS), _WIDTH)
-    for name in present(_EMBEDDING_WIDTHS):  # a projection to the blocks' width exists only where the two differ
+    for name in present(
+        _EMBEDDING_WIDTHS
+    ):  # a projection to the blocks' width exists only where the two differ
         changes[name] = _WIDTH if current[name] == getattr(config, "hidden_size", None) else _WIDTH // 2
     changes |= dict.fromkeys(present(_HEAD_COUNTS), _HEADS)
     changes |= dict.fromkeys(present(_HEAD_WIDTHS), _HEAD_WIDTH)
@@ -53,7 +63,9 @@ def _key_heads(current: dict[str, Any]) -> int:
 def _special_tokens(current: dict[str, Any]) -> dict[str, Any]:
     """Token ids that a vocabulary of this size does not have become its last one."""
     ids = {key: value for key, value in current.items() if key.endswith("_token_id")}
-    return {key: _VOCABULARY - 1 for key, value in ids.items() if isinstance(value, int) and value >= _VOCABULARY}
+    return {
+        key: _VOCABULARY - 1 for key, value in ids.items() if isinstance(value, int) and value >= _VOCABULARY
+    }
 
 
 def _image_overrides(current: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +78,7 @@ def _image_overrides(current: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stage_overrides(current: dict[str, Any]) -> dict[str, Any]:
-    """Models in stages have lists of widths (ResNet, ConvNeXt) or of head counts with one first width (Swin)."""
+    """Staged models have lists of widths (ResNet, ConvNeXt), or of head counts with a first width (Swin)."""
     changes: dict[str, Any] = {}
     if isinstance(current.get("hidden_sizes"), list):
         changes["hidden_sizes"] = [_WIDTH * 2**stage for stage in range(len(current["hidden_sizes"]))]

@@ -1,4 +1,4 @@
-"""Measures a training step by PyTorch's own allocator, on the made-up GPU or a real one. Runs in a child process."""
+"""Measures a training step by PyTorch's own allocator, in a process on the made-up GPU or a real one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from memfit.capture.cost_mode import CostMode
 from memfit.capture.graph import StepGraph
-from memfit.capture.operators import CostMode
 from memfit.capture.step import TrainingStep, build_step
 from memfit.capture.tracker import StepTracker
 from memfit.capture.true_values import Reads, reads_to_json, true_values
@@ -21,7 +21,11 @@ from memfit.core.devices import GPU, find_gpu
 from memfit.dryrun.places import is_out_of_memory, oom_value
 
 STEPS = 3
-_COUNTERS = {"requested": "requested_bytes.all.peak", "allocated": "allocated_bytes.all.peak", "reserved": "reserved_bytes.all.peak"}
+_COUNTERS = {
+    "requested": "requested_bytes.all.peak",
+    "allocated": "allocated_bytes.all.peak",
+    "reserved": "reserved_bytes.all.peak",
+}
 
 
 @dataclass(kw_only=True)
@@ -33,7 +37,7 @@ class _Peaks:
     phase: str | None = None
 
     def on_phase(self, phase: str | None) -> None:
-        """Closes the phase that ran, and begins the next: the allocator's peak counters are read and reset at each."""
+        """Closes the phase that ran and begins the next; the allocator's peak counters are read and reset."""
         statistics = torch.cuda.memory_stats()
         if self.phase is not None:
             now = {name: int(statistics[counter]) for name, counter in _COUNTERS.items()}
@@ -54,7 +58,7 @@ def measure(
     categories: bool = False,
     trace_path: str | None = None,
 ) -> dict[str, Any]:
-    """Builds the workload on ``cuda`` and measures its step as it is, without any technique; see `measure_step`.
+    """Builds the workload on ``cuda`` and measures its step as it is, without techniques: `measure_step`.
 
     Args:
         workload: a reference of `memfit.capture.workloads.workload_reference`.
@@ -69,7 +73,13 @@ def measure(
             result = _empty_result(caught[0])
         else:
             result = measure_step(
-                step, gpu=gpu, steps=steps, empty_cache=empty_cache, costs=costs, categories=categories, trace_path=trace_path
+                step,
+                gpu=gpu,
+                steps=steps,
+                empty_cache=empty_cache,
+                costs=costs,
+                categories=categories,
+                trace_path=trace_path,
             )
     return result | _account(gpu, result, reads) | {"wall_seconds": time.monotonic() - started}
 
@@ -89,15 +99,17 @@ def measure_step(
     Args:
         gpu: for predicted times.
         steps: optimizer steps to run; from the second on the optimizer's state exists.
-        empty_cache: gives cached memory back before the last step, so that its reserved peak owes nothing to the steps before.
+        empty_cache: gives cached memory back before the last step, so that its reserved peak owes nothing to
+            the steps before.
         costs: run one more step to count FLOPs and predict its seconds.
         categories: run one more step under the tracker, to tell what is alive at the peak.
         trace_path: save that step's trace there (implies ``categories``).
 
     Returns:
-        JSON with the keys of `memfit.dryrun.result.DryRunResult` that a step has, and ``phase_peaks`` (requested bytes),
-        ``resting_bytes``, ``flops``, ``recompute_flops``, ``step_seconds``, ``seconds_by_phase``. Out of memory is the value
-        ``oom``, the peaks then being those that were reached.
+        JSON with the keys of `memfit.dryrun.result.DryRunResult` that a step has, and ``phase_peaks``
+        (requested bytes), ``resting_bytes``, ``flops``, ``recompute_flops``, ``step_seconds``,
+        ``seconds_by_phase``. Out of memory is the value ``oom``, the peaks then being those that were
+        reached.
     """
     peaks, result = _Peaks(), _empty_result(None)
     for number in range(steps):
@@ -124,7 +136,7 @@ def measure_step(
 
 
 def predict_costs(step: TrainingStep, gpu: GPU) -> dict[str, Any]:
-    """One more run of ``step``, whose operators are counted: FLOPs, and seconds by the roofline of ``gpu``."""
+    """One more run of ``step``, its operators counted: FLOPs, and seconds by the roofline of ``gpu``."""
     mode = CostMode(gpu, device=step.device.type)
     with mode:
         step.run(mode.on_phase)
@@ -137,10 +149,17 @@ def predict_costs(step: TrainingStep, gpu: GPU) -> dict[str, Any]:
     }
 
 
-def capture_reference(workload: Mapping[str, Any], *, device: str = "cuda", micro_batches: int = 1, size: str = "full") -> dict[str, Any]:
+def capture_reference(
+    workload: Mapping[str, Any], *, device: str = "cuda", micro_batches: int = 1, size: str = "full"
+) -> dict[str, Any]:
     """The `StepGraph` of a referenced workload as JSON, captured in this process with true values."""
     with true_values():
-        step = build_step(from_reference(workload), device=device, size="small" if size == "small" else "full", micro_batches=micro_batches)
+        step = build_step(
+            from_reference(workload),
+            device=device,
+            size="small" if size == "small" else "full",
+            micro_batches=micro_batches,
+        )
         for _ in range(STEPS - 1):
             step.run()
         return StepTracker(step).run().to_json()
@@ -148,16 +167,22 @@ def capture_reference(workload: Mapping[str, Any], *, device: str = "cuda", micr
 
 @contextmanager
 def out_of_memory_as_value(*, peaks: _Peaks | None = None, phase: str = "") -> Any:
-    """Yields a list that gets the out-of-memory error raised inside, with the keys of `memfit.dryrun.result.OutOfMemory`."""
+    """Yields a list that gets the out-of-memory error raised inside, as JSON of `OutOfMemory`."""
     caught: list[dict[str, Any]] = []
     asked: list[dict[str, int]] = []
 
     def observe(device: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
-        asked.append({"asked_bytes": asked_bytes, "free_bytes": free_bytes, "reserved_bytes": torch.cuda.memory_reserved()})
+        asked.append(
+            {
+                "asked_bytes": asked_bytes,
+                "free_bytes": free_bytes,
+                "reserved_bytes": torch.cuda.memory_reserved(),
+            }
+        )
 
     if torch.cuda.is_available():
         torch.cuda.init()
-        torch._C._cuda_attach_out_of_memory_observer(observe)
+        torch._C._cuda_attach_out_of_memory_observer(observe)  # type: ignore[attr-defined]
     try:
         yield caught
     except Exception as problem:
@@ -175,7 +200,11 @@ def _compose(graph: StepGraph, peak_requested_bytes: int, trace_path: str | None
         by_category["workspace"] = by_category.get("workspace", 0) + workspace
     if trace_path is not None:
         graph.to_trace().save(trace_path)
-    return {"peak_by_category": by_category, "saved_bytes": graph.saved_bytes, "event_count": graph.event_count}
+    return {
+        "peak_by_category": by_category,
+        "saved_bytes": graph.saved_bytes,
+        "event_count": graph.event_count,
+    }
 
 
 def _empty_result(oom: dict[str, Any] | None) -> dict[str, Any]:
@@ -193,7 +222,7 @@ def _empty_result(oom: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _account(gpu: GPU, result: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
-    """The device's whole account: what is taken beside PyTorch's segments is the context and the libraries' own memory."""
+    """The device's whole account: beside PyTorch's segments, the context and the libraries' own memory."""
     free, total = torch.cuda.mem_get_info()
     beside = total - free - torch.cuda.memory_reserved()
     return {

@@ -12,13 +12,12 @@ import torch
 from memfit.core.errors import UsageError
 from memfit.core.workload import Precision
 
-
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecText:
-    """A workload text taken apart: ``hf:gpt2,batch=8`` is kind ``hf``, name ``gpt2``, settings ``{"batch": "8"}``."""
+    """A workload text taken apart: ``hf:gpt2,batch=8`` is kind ``hf``, name ``gpt2`` and one setting."""
 
     text: str
     kind: str
@@ -49,12 +48,12 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+    "adafactor": torch.optim.Adafactor,
 }
 
 
 def parse_spec(text: str) -> SpecText:
-    """Takes ``kind:name,key=value,…`` apart. Raises UsageError on a missing name, a part without ``=``, or a key given twice."""
+    """Takes ``kind:name,key=value,…`` apart. Raises UsageError for what is not of that form."""
     kind, _, rest = text.partition(":")
     name, *parts = rest.split(",")
     if not name.strip():
@@ -79,9 +78,12 @@ def choice(value: str, among: Mapping[str, T], what: str) -> T:
 
 
 def suggestion(value: str, among: Iterable[str]) -> str:
-    """``"; did you mean …?"`` with the words closest to ``value``, or the choices themselves if they are few."""
+    """``"; did you mean …?"`` with the words closest to ``value``, or the choices if they are few."""
     words = list(among)
-    close = difflib.get_close_matches(value, words, n=4, cutoff=0.55) or [w for w in words if value and value in w][:4]
+    close = (
+        difflib.get_close_matches(value, words, n=4, cutoff=0.55)
+        or [w for w in words if value and value in w][:4]
+    )
     if close:
         return f"; did you mean {' or '.join(close)}?"
     return f"; use one of {', '.join(words)}" if len(words) <= 30 else ""

@@ -43,14 +43,16 @@ class TrainingStep:
     steps_done: int = field(default=0, init=False)
 
     def run(self, on_phase: OnPhase = _ignore_phase) -> None:
-        """Forward, backward, ``optimizer.step()``, ``zero_grad(set_to_none=True)``: a plain training loop's turn.
+        """Forward, backward, ``optimizer.step()``, ``zero_grad(set_to_none=True)``: a plain training loop's
+        turn.
 
-        Nothing of the step is referenced afterwards, so its peak is that of the plain loop. With micro-batches the
-        losses are weighted by `Workload.loss_weight`, so that the gradients are those of the whole batch.
+        Nothing of the step is referenced afterwards, so its peak is that of the plain loop. With
+        micro-batches the losses are weighted by `Workload.loss_weight`, so that the gradients are those of
+        the whole batch.
 
         Args:
-            on_phase: called with ``"forward"``, ``"backward"`` (once for each micro-batch), ``"optimizer"`` and
-                ``"other"`` as the phases begin.
+            on_phase: called with ``"forward"``, ``"backward"`` (once for each micro-batch), ``"optimizer"``
+                and ``"other"`` as the phases begin.
         """
         self.forward_backward(on_phase)
         on_phase("optimizer")
@@ -100,7 +102,12 @@ class TrainingStep:
 
 
 def build_step(
-    workload: Workload, *, device: str | torch.device, size: Size = "full", micro_batches: int = 1, seed: int = 0
+    workload: Workload,
+    *,
+    device: str | torch.device,
+    size: Size = "full",
+    micro_batches: int = 1,
+    seed: int = 0,
 ) -> TrainingStep:
     """Builds model, optimizer and batch of ``workload`` on ``device``, in training mode.
 
@@ -115,7 +122,10 @@ def build_step(
         torch.manual_seed(seed)
         model = _sized(workload.model, size)()
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"model() of workload {workload.name!r} must return a torch.nn.Module, not {type(model).__name__}")
+            raise UsageError(
+                f"model() of workload {workload.name!r} must return a torch.nn.Module, "
+                f"not {type(model).__name__}"
+            )
         torch.manual_seed(seed + 1)
         batch = _sized(workload.batch, size)()
     model = model.to(device).train()
@@ -139,13 +149,16 @@ def takes_size(workload: Workload) -> bool:
 
 
 def split_batch(batch: Any, parts: int) -> Iterator[Any]:
-    """Splits every tensor of ``batch`` along dimension 0 into ``parts`` (views; the first ones longer by at most one).
+    """Splits every tensor of ``batch`` along dimension 0 into ``parts`` (views; the first ones longer by at
+    most one).
 
     Raises UsageError when the tensors disagree about dimension 0 or there are fewer samples than parts.
     """
     samples = _batch_size(batch)
     if not 1 <= parts <= samples:
-        raise UsageError(f"cannot split a batch of {samples} samples into {parts} micro-batches: use 1 to {samples}")
+        raise UsageError(
+            f"cannot split a batch of {samples} samples into {parts} micro-batches: use 1 to {samples}"
+        )
     for part in range(parts):
         start, end = _bounds(samples, parts, part)
         yield tree_map(lambda leaf, a=start, b=end: leaf[a:b] if _is_split(leaf) else leaf, batch)
@@ -165,8 +178,8 @@ def _batch_size(batch: Any) -> int:
     sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if _is_split(leaf)}
     if len(sizes) != 1:
         raise UsageError(
-            f"cannot tell the batch size: dimension 0 of the batch's tensors is {sorted(sizes) or 'missing'}; "
-            "it must be the sample dimension of each of them"
+            f"cannot tell the batch size: dimension 0 of the tensors is {sorted(sizes) or 'missing'}, "
+            "and must be the sample dimension of each of them"
         )
     return int(sizes.pop())
 
@@ -180,16 +193,27 @@ def _sized(factory: Callable[..., Any], size: Size) -> Callable[[], Any]:
 def _build_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise WorkloadFailed(f"the model of workload {workload.name!r} has no parameter that requires a gradient")
-    optimizer = torch.optim.AdamW(parameters) if workload.optimizer is None else workload.optimizer(parameters)
+        raise WorkloadFailed(
+            f"the model of workload {workload.name!r} has no parameter that requires a gradient"
+        )
+    optimizer = (
+        torch.optim.AdamW(parameters) if workload.optimizer is None else workload.optimizer(parameters)
+    )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
-            f"optimizer() of workload {workload.name!r} must return a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            f"optimizer() of workload {workload.name!r} must return a torch.optim.Optimizer, "
+            f"not {type(optimizer).__name__}"
         )
     return optimizer
 
 
 def _check_loss(loss: Any, name: str) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise WorkloadFailed(f"loss() of workload {name!r} must return one number that requires a gradient, not {what}")
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else type(loss).__name__
+        )
+        raise WorkloadFailed(
+            f"loss() of workload {name!r} must return one number that requires a gradient, not {what}"
+        )

@@ -1,14 +1,15 @@
 """Captures one training step as a `StepGraph`, on whatever device the step was built.
 
-A dispatch mode sees every operator below autograd, and a weak reference on each storage tells when it dies: between which
-two operators is then exact. The tracker keeps no reference to any result: autograd hands a gradient over without a copy
-only while nobody else holds it, so a tracker that held one would change what it measures.
+A dispatch mode sees every operator below autograd, and a weak reference on each storage tells when it dies:
+between which two operators is then exact. The tracker keeps no reference to any result: autograd hands a
+gradient over without a copy only while nobody else holds it, so a tracker that held one would change what it
+measures.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,16 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.capture.attribution import Attribution
 from memfit.capture.graph import Op, StepGraph, Storage
-from memfit.capture.operators import (
-    OpFacts,
-    facts_of,
-    is_random,
-    results_of,
-    sparse_parts,
-    tensors_in,
-    work_of,
-    written_by,
-)
+from memfit.capture.operators import OpCall, sparse_parts, tensors_in
 from memfit.capture.step import TrainingStep
 
 WARM_UP_STEPS = 2
@@ -38,7 +30,13 @@ class _Record:
     __slots__ = ("born", "category", "died", "name", "phase", "saved", "size_bytes")
 
     def __init__(self, size_bytes: int, category: str, born: int, phase: str, name: str) -> None:
-        self.size_bytes, self.category, self.born, self.phase, self.name = size_bytes, category, born, phase, name
+        self.size_bytes, self.category, self.born, self.phase, self.name = (
+            size_bytes,
+            category,
+            born,
+            phase,
+            name,
+        )
         self.died, self.saved = -1, False
 
 
@@ -63,7 +61,9 @@ class StepTracker(TorchDispatchMode):
 
     def run(self) -> StepGraph:
         """Runs the step under the tracker and returns its graph."""
-        hooks = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in self._trained()]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in self._trained()
+        ]
         try:
             with self._attribution, self:
                 self._step.run(self._on_phase)
@@ -79,46 +79,32 @@ class StepTracker(TorchDispatchMode):
         phase, module = self._attribution.where()
         if self._was_recomputing != (phase == "recompute"):
             self._turn(phase)
-        operands = list(tensors_in((*args, *kwargs.values())))
-        inputs = self._ids(operands)
+        inputs = self._ids(tensors_in((*args, *kwargs.values())))
         previous = self._current
         self._current = len(self._ops)  # frees while it runs are its own
         out = func(*args, **kwargs)
-        results = results_of(out)
-        outputs = self._ids(results, phase)
-        if not inputs and not outputs:
+        outputs = self._ids(tensors_in((out,)), phase)
+        if inputs or outputs:
+            self._record(OpCall(func, args, kwargs, out), phase, module, inputs, outputs)
+        else:
             self._current = previous
-            return out
-        self._record(facts_of(func), phase, module, args, kwargs, out, operands, results, inputs, outputs)
         return out
 
     def _record(
-        self,
-        facts: OpFacts,
-        phase: str,
-        module: str,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        operands: list[torch.Tensor],
-        results: list[torch.Tensor],
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
+        self, call: OpCall, phase: str, module: str, inputs: tuple[int, ...], outputs: tuple[int, ...]
     ) -> None:
-        written = written_by(facts, args, kwargs)
-        is_view = bool(outputs) and not written and not facts.formula and all(output in inputs for output in outputs)
-        work = work_of(facts, args, kwargs, out, operands, results, written, is_view)
+        work = call.work()
         self._ops.append(
             Op(
                 index=self._current,
-                name=facts.name,
+                name=call.facts.name,
                 module=module,
                 phase=phase,
                 inputs=inputs,
                 outputs=outputs,
-                mutates=self._ids(written),
-                is_view=is_view,
-                random=is_random(facts, args, kwargs),
+                mutates=self._ids(call.written),
+                is_view=call.is_view,
+                random=call.is_random,
                 flops=work.flops,
                 work=work.work,
                 bytes_moved=work.bytes_moved,
@@ -127,9 +113,11 @@ class StepTracker(TorchDispatchMode):
         )
 
     def _ids(self, tensors: Iterable[torch.Tensor], phase: str | None = None) -> tuple[int, ...]:
-        """Ids of the tensors' storages on the device, without repeats; those not seen yet are made by the operator running.
+        """Ids of the tensors' storages on the device, without repeats; those not seen yet are made by the
+        operator running.
 
-        With ``phase`` None they are operands: one not seen yet was there before the step, made by nobody that was told of.
+        With ``phase`` None they are operands: one not seen yet was there before the step, made by nobody
+        that was told of.
         """
         found: dict[int, None] = {}
         for storage in self._storages(tensors):
@@ -138,7 +126,9 @@ class StepTracker(TorchDispatchMode):
                 found[known[1]] = None
             elif known is not None:  # resized in place: the old memory has gone
                 self._records[known[1]].died = self._current
-                found[self._new(storage, self._records[known[1]].category, self._current, phase or "other", "")] = None
+                found[
+                    self._new(storage, self._records[known[1]].category, self._current, phase or "other", "")
+                ] = None
             elif phase is None:
                 found[self._new(storage, "other", -1, "other", "")] = None
             else:
@@ -157,10 +147,16 @@ class StepTracker(TorchDispatchMode):
     def _new(self, storage: Any, category: str, born: int, phase: str, name: str) -> int:
         key, number = storage._cdata, len(self._records)
         self._records.append(_Record(storage.nbytes(), category, born, phase, name))
-        self._live[key] = (weakref.ref(storage, lambda _, key=key, number=number: self._on_death(key, number)), number)
+        self._live[key] = (
+            weakref.ref(storage, self._watcher(key, number)),
+            number,
+        )
         if born >= 0:
             self._of_this_pass.append(number)
         return number
+
+    def _watcher(self, key: int, number: int) -> Callable[[Any], None]:
+        return lambda _: self._on_death(key, number)
 
     def _on_death(self, key: int, number: int) -> None:
         record = self._records[number]
@@ -192,7 +188,7 @@ class StepTracker(TorchDispatchMode):
                 self._records[known[1]].category, self._records[known[1]].name = category, name
 
     def _label_optimizer_state(self) -> None:
-        names = {parameter: name for name, parameter in self._step.model.named_parameters()}
+        names: dict[Any, str] = {parameter: name for name, parameter in self._step.model.named_parameters()}
         for parameter, state in self._step.optimizer.state.items():
             for leaf in tree_leaves(state):
                 if isinstance(leaf, torch.Tensor):
@@ -200,7 +196,11 @@ class StepTracker(TorchDispatchMode):
 
     def _trained(self) -> list[torch.Tensor]:
         self._trained_names = {id(parameter): name for name, parameter in self._step.model.named_parameters()}
-        return [parameter for parameter in self._step.model.parameters() if parameter.requires_grad and parameter.is_leaf]
+        return [
+            parameter
+            for parameter in self._step.model.parameters()
+            if parameter.requires_grad and parameter.is_leaf
+        ]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""True values on the made-up GPU while a step is built and run: without them zeros would steer the model's Python."""
+"""True values on the made-up GPU while a step is built and run: else zeros would steer the model's Python."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.dryrun.places import is_user_file
 from memfit.capture import step as step_module
 from memfit.dryrun.assumptions import true_values as make_true_values
+from memfit.dryrun.places import is_user_file
 from memfit.dryrun.shadow import TrueValues
 
 Reads = Counter[tuple[str, int, str, str, str]]
@@ -26,15 +26,17 @@ def on_made_up_gpu() -> bool:
 
 @contextmanager
 def true_values() -> Iterator[Reads]:
-    """Small tensors keep their values; yields the reads of values that are not known, with file, line, function, op, answer.
+    """Small tensors keep their values; yields the reads of values that are not known, with file, line,
+    function, op, answer.
 
-    Does nothing but on the made-up GPU. Must be entered before the step is built, and outside of other dispatch modes.
+    Does nothing but on the made-up GPU. Must be entered before the step is built, and outside of other
+    dispatch modes.
     """
     reads: Reads = Counter()
     if not on_made_up_gpu():
         yield reads
         return
-    with _Shadowed(make_true_values(lambda op, answer: reads.update([(*_place(), str(op), answer)]))):
+    with _Shadowed(make_true_values(lambda op, answer: reads.update([(*read_place(), str(op), answer)]))):
         yield reads
 
 
@@ -55,8 +57,8 @@ class _Shadowed(TorchDispatchMode):
         return self._values.call(func, args, kwargs or {})
 
 
-def _place() -> tuple[str, int, str]:
-    """The innermost frame of the user's code, or else of a library other than torch; within the step's own code."""
+def read_place() -> tuple[str, int, str]:
+    """The innermost frame of the user's code, or else of a library other than torch; below the step's own."""
     frame: Any = sys._getframe(2)
     library = ("", 0, "")
     while frame is not None and frame.f_code.co_filename != step_module.__file__:

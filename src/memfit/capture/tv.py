@@ -1,4 +1,4 @@
-"""Workloads from `torchvision`: image classification with random weights, ``tv:resnet50,batch=32,size=224``."""
+"""Workloads from `torchvision`, ``tv:resnet50,batch=32,size=224``: classification with random weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from memfit.capture.spec import NUMERICS, OPTIMIZERS, Numerics, choice, literal, parse_spec, positive_int, suggestion
+from memfit.capture.spec import (
+    NUMERICS,
+    OPTIMIZERS,
+    Numerics,
+    choice,
+    literal,
+    parse_spec,
+    positive_int,
+    suggestion,
+)
 from memfit.core.errors import CannotRunHere, UsageError
 from memfit.core.workload import Workload
 
@@ -42,7 +51,9 @@ class VisionWorkload:
         options = dict(self.builder_settings)
         if self.name.startswith("vit_"):
             options["image_size"] = self._pixels(size)
-        network: torch.nn.Module = models.get_model(self.name, weights=None, num_classes=self.classes, **options)
+        network: torch.nn.Module = models.get_model(
+            self.name, weights=None, num_classes=self.classes, **options
+        )
         return network.to(self.numerics.weights)
 
     def make_batch(self, size: str = "full") -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,13 +67,16 @@ class VisionWorkload:
         outputs = model(batch[0])
         if isinstance(outputs, torch.Tensor):
             return torch.nn.functional.cross_entropy(outputs, batch[1])
-        main, *others = [torch.nn.functional.cross_entropy(output, batch[1]) for output in outputs if output is not None]
+        main, *others = [
+            torch.nn.functional.cross_entropy(output, batch[1]) for output in outputs if output is not None
+        ]
         return main + _AUXILIARY_WEIGHT * torch.stack(others).sum() if others else main
 
     def workload(self, spec: str) -> Workload:
         """The workload; every setting is checked here, before anything is built."""
         return Workload(
-            name=f"{self.name} (batch {self.batch_size}, {self.image_size} px, {self.dtype}, {self.optimizer})",
+            name=f"{self.name} (batch {self.batch_size}, {self.image_size} px, {self.dtype}, "
+            f"{self.optimizer})",
             model=self.model,
             batch=self.make_batch,
             loss=self.loss,
@@ -72,20 +86,25 @@ class VisionWorkload:
         )
 
     def _pixels(self, size: str) -> int:
-        return min(self.image_size, _SMALLEST.get(self.name, SMALL_SIZE)) if size == "small" else self.image_size
+        return (
+            min(self.image_size, _SMALLEST.get(self.name, SMALL_SIZE)) if size == "small" else self.image_size
+        )
 
 
 def load_vision_workload(text: str) -> Workload:
     """The workload of a ``tv:NAME,key=value,…`` text.
 
-    Keys: ``batch`` (32), ``size`` in pixels (224), ``dtype``, ``optimizer``, ``num_classes`` (1000), and any parameter of the
+    Keys: ``batch`` (32), ``size`` in pixels (224), ``dtype``, ``optimizer``, ``num_classes`` (1000), and any
+        parameter of the
     network's class.
     """
     spec = parse_spec(text)
     models = _models()
     names = models.list_models(module=models)
     if spec.name not in names:
-        raise UsageError(f"torchvision has no classification network {spec.name!r}{suggestion(spec.name, names)}")
+        raise UsageError(
+            f"torchvision has no classification network {spec.name!r}{suggestion(spec.name, names)}"
+        )
     settings = dict(spec.settings)
     own = {key: settings.pop(key) for key in _OWN_KEYS if key in settings}
     _check_builder_settings(models, spec.name, settings)
@@ -106,10 +125,15 @@ def _check_builder_settings(models: Any, name: str, settings: Mapping[str, str])
     known: set[str] = set()
     for _, network in inspect.getmembers(module, inspect.isclass):
         if issubclass(network, torch.nn.Module) and network.__module__ == getattr(module, "__name__", ""):
-            known |= {key for key, p in inspect.signature(network.__init__).parameters.items() if p.default is not p.empty}
+            known |= {
+                key
+                for key, p in inspect.signature(network.__init__).parameters.items()
+                if p.default is not p.empty
+            }
     for key in settings:
         if key not in known:
-            raise UsageError(f"{key!r} is no setting of {name}{suggestion(key, dict.fromkeys([*_OWN_KEYS, *sorted(known)]))}")
+            words = [*_OWN_KEYS, *sorted(known.difference(_OWN_KEYS))]
+            raise UsageError(f"{key!r} is no setting of {name}{suggestion(key, words)}")
 
 
 def _models() -> Any:

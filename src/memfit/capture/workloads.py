@@ -63,10 +63,13 @@ def workload_reference(workload: Workload) -> dict[str, Any]:
         data = cloudpickle.dumps(workload)
     except Exception as problem:  # whatever the user's objects raise
         raise UsageError(
-            f"workload {workload.name!r} cannot be sent to the dry run ({type(problem).__name__}: {problem}): "
+            f"workload {workload.name!r} cannot be sent to the dry run: {type(problem).__name__}: {problem}; "
             "let its factories build what they need, rather than hold it"
         ) from problem
-    return {"pickle": base64.b64encode(data).decode("ascii"), "path": [os.path.abspath(entry) for entry in sys.path]}
+    return {
+        "pickle": base64.b64encode(data).decode("ascii"),
+        "path": [os.path.abspath(entry) for entry in sys.path],
+    }
 
 
 def from_reference(reference: Mapping[str, Any]) -> Workload:
@@ -114,7 +117,9 @@ def _no_function(file: str, name: str, module: ModuleType) -> UsageError:
         for key, value in vars(module).items()
         if not key.startswith("_") and inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    problem = f"{file} has no function {name!r}" if name else f"which function of {file}? write {file}:function"
+    problem = (
+        f"{file} has no function {name!r}" if name else f"which function of {file}? write {file}:function"
+    )
     return UsageError(f"{problem}; it defines {', '.join(own) or 'none'}")
 
 

@@ -1,4 +1,4 @@
-"""Messages between our own processes: a length, then JSON, over a Unix socket; a message may carry a file descriptor."""
+"""Messages between our own processes over a Unix socket: a length, then JSON, and perhaps a socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 def send(channel: socket.socket, message: Any, passed: socket.socket | None = None) -> None:
-    """Sends ``message``, and with it a copy of the socket ``passed``. Raises OSError when the other end has gone."""
+    """Sends ``message``, and a copy of the socket ``passed``. Raises OSError when the other end has gone."""
     data = json.dumps(message).encode()
     header = _LENGTH.pack(len(data))
     if passed is None:
@@ -22,7 +22,7 @@ def send(channel: socket.socket, message: Any, passed: socket.socket | None = No
 
 
 def receive(channel: socket.socket) -> Any:
-    """The next message. Raises EOFError when the other end closed, TimeoutError after the socket's timeout."""
+    """The next message. Raises EOFError when the other end closed, TimeoutError at the socket's timeout."""
     return json.loads(_exactly(channel, _LENGTH.unpack(_exactly(channel, _LENGTH.size))[0]))
 
 

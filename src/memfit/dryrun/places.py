@@ -1,4 +1,4 @@
-"""Where in the user's own code something happened: the innermost frame outside torch, memfit and installed packages."""
+"""Where in the user's own code something happened: outside torch, memfit and installed packages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether ``filename`` is code of the user's: neither memfit's, nor installed, nor the standard library's."""
+    """Whether ``filename`` is the user's code: neither memfit's, nor installed, nor the standard library."""
     return not filename.startswith(_library_folders()) and not filename.startswith("<frozen")
 
 
@@ -38,7 +38,7 @@ def has_user_frame(error: BaseException) -> bool:
 
 
 def user_place(error: BaseException) -> str:
-    """``"file.py:12 in function"`` of the innermost frame of the user's code in ``error``; of a library if there is none."""
+    """``"file.py:12 in function"``: the user's innermost frame in ``error``, or else a library's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frame = _chosen_frame(error)
@@ -46,7 +46,7 @@ def user_place(error: BaseException) -> str:
 
 
 def workload_failed(error: BaseException, doing: str) -> WorkloadFailed:
-    """The error that tells that the user's code raised ``error``: what was being done, its type, text, file and line."""
+    """The error that tells that the user's code raised ``error``, with its type, text, file and line."""
     text = error.msg if isinstance(error, SyntaxError) else str(error).strip() or "no message"
     shown = text if len(text) <= _MESSAGE_LIMIT else text[:_MESSAGE_LIMIT] + " …"
     return WorkloadFailed(f"{doing} raised {type(error).__name__}: {shown} ({user_place(error)})")
@@ -83,8 +83,10 @@ def oom_value(error: BaseException, **known: Any) -> dict[str, Any]:
 
 
 def _chosen_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code; if there is none, of a library other than torch; or else of any code."""
+    """The innermost frame of the user's code, or else of a library other than torch, or else of any code."""
     frames = list(traceback.extract_tb(error.__traceback__))
     own = [frame for frame in frames if is_user_file(frame.filename)]
-    library = [frame for frame in frames if not frame.filename.startswith(_MEMFIT) and _TORCH not in frame.filename]
+    library = [
+        frame for frame in frames if not frame.filename.startswith(_MEMFIT) and _TORCH not in frame.filename
+    ]
     return (own or library or frames)[-1] if frames else None

@@ -5,13 +5,15 @@
         with worker.session("memfit.planning.evaluate:Session", workload=reference) as session:
             session.call("evaluate", techniques=[...])
 
-The worker process itself never touches CUDA. It holds one socket to its parent; each call or session gets a socket of
-its own, whose other end the fork inherits, so user code may print what it likes. When the parent ends, however it
-ends, the worker sees its socket close and takes its forks with it.
+The worker process itself never touches CUDA. It holds one socket to its parent; each call or session gets a
+socket of its own, whose other end the fork inherits, so user code may print what it likes. When the parent
+ends, however it ends, the worker sees its socket close and takes its forks with it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextlib
 import os
 import signal
 import socket
@@ -19,7 +21,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,7 +34,10 @@ from memfit.dryrun.messages import receive, send
 OnProgress = Callable[[Any], None]
 
 _SOURCE = Path(__file__).resolve().parents[2]
-_START = "import sys; sys.path.append({source!r}); from memfit.dryrun.worker_child import main; main({fd}, {preload!r})"
+_START = (
+    "import sys; sys.path.append({source!r}); "
+    "from memfit.dryrun.worker_child import main; main({fd}, {preload!r})"
+)
 _SECONDS_TO_END = 5.0
 
 
@@ -41,8 +45,10 @@ class Worker:
     """A long-lived process that forks a child for each call or session.
 
     Args:
-        gpu: the made-up GPU of calls that name none; ``None`` starts a worker without any (CPU and meta tensors only).
-        preload: modules to import before the first fork. A module that touches CUDA on import must not be named here.
+        gpu: the made-up GPU of calls that name none; ``None`` starts a worker without any (CPU and meta
+            tensors only).
+        preload: modules to import before the first fork. A module that touches CUDA on import must not be
+            named here.
 
     The process starts at once, and is first waited for by the first call. Safe to use from several threads.
     """
@@ -78,7 +84,7 @@ class Worker:
         on_progress: OnProgress | None = None,
         **arguments: Any,
     ) -> Any:
-        """Runs ``"package.module:function"`` in a fresh fork, with JSON-able keyword arguments, and returns its JSON result.
+        """Runs ``"package.module:function"`` in a fresh fork; arguments and result are JSON.
 
         Args:
             gpu: the made-up GPU of this call; default: the worker's.
@@ -98,9 +104,9 @@ class Worker:
         finally:
             fork.end()
 
-    @contextmanager
+    @contextlib.contextmanager
     def session(self, cls: str, *, gpu: GPU | None = None, **arguments: Any) -> Iterator[Session]:
-        """Builds ``"package.module:Class"`` with the arguments in one long-lived fork, whose methods are then called.
+        """Builds ``"package.module:Class"`` in one long-lived fork, for its methods to be called.
 
         The fork uses freed device addresses again, since a long search would run out of new ones.
         """
@@ -123,11 +129,19 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _fork(
-        self, target: str, gpu: GPU | None, addresses: Addresses, arguments: Mapping[str, Any], what: str, session: bool = False
+        self,
+        target: str,
+        gpu: GPU | None,
+        addresses: Addresses,
+        arguments: Mapping[str, Any],
+        what: str,
+        session: bool = False,
     ) -> _Fork:
         device = gpu or self.gpu
         request = {
@@ -169,11 +183,17 @@ class Session:
 
     def __init__(self, fork: _Fork, opened: Any) -> None:
         self._fork = fork
-        #: ``None``, or ``{"oom": {...}}`` when building the object already ran out of the made-up GPU's memory.
+        #: ``None``, or ``{"oom": {...}}`` when building the object already ran out of the made-up GPU's
+        # memory.
         self.opened = opened
 
     def call(
-        self, method: str, *, timeout_seconds: float | None = None, on_progress: OnProgress | None = None, **arguments: Any
+        self,
+        method: str,
+        *,
+        timeout_seconds: float | None = None,
+        on_progress: OnProgress | None = None,
+        **arguments: Any,
     ) -> Any:
         """Calls ``method`` with the arguments and returns its result; raises as `Worker.call` does."""
         self._fork.ask({"method": method, "arguments": arguments})
@@ -206,7 +226,9 @@ class _Fork:
             raise ToolFailure(f"{self._what} took longer than {timeout_seconds:g} s and was ended") from None
         except (EOFError, OSError):
             raise self._death() from None
-        except BaseException:  # Ctrl-C, or the caller's progress function: a half-read channel is of no more use
+        except (
+            BaseException
+        ):  # Ctrl-C, or the caller's progress function: a half-read channel is of no more use
             self._kill()
             raise
         _raise_error(answer)
@@ -222,10 +244,8 @@ class _Fork:
                 self._status = -signal.SIGKILL
 
     def _kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
-        except ProcessLookupError:
-            pass
 
     def _death(self) -> MemfitError:
         self.end()
@@ -237,7 +257,7 @@ class _Fork:
 
 
 def preload_for(spec: str | None) -> tuple[str, ...]:
-    """The modules worth loading before the first fork, for a workload's text; names that start with ``?`` may be missing."""
+    """The modules worth loading before forks for a workload's text; those with ``?`` may be missing."""
     if spec is not None and spec.startswith("hf:"):
         name = spec[3:].partition(",")[0]
         return ("torch", "transformers", f"?transformers.models.{name}.modeling_{name}")

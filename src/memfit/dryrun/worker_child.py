@@ -37,7 +37,7 @@ def report_progress(data: Any) -> None:
 
 
 def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
-    """The worker process: loads the modules, then forks as asked until its parent closes the socket or dies."""
+    """The worker process: loads modules, then forks as asked until its parent closes the socket or dies."""
     control = socket.socket(fileno=descriptor)
     parent = os.getppid()
     sys.argv = ["memfit"]
@@ -70,7 +70,9 @@ def _load(preload: Sequence[str]) -> None:
                 raise CannotRunHere(f"{name} cannot be imported: {problem}") from None
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise ToolFailure(f"importing {', '.join(preload)} initialised CUDA, so no dry run can be forked from here")
+        raise ToolFailure(
+            f"importing {', '.join(preload)} initialised CUDA, so no dry run can be forked from here"
+        )
 
 
 def _answer(control: socket.socket, children: set[int]) -> None:
@@ -91,7 +93,7 @@ def _answer(control: socket.socket, children: set[int]) -> None:
 
 
 def _reap(pid: int) -> int:
-    """Waits for the child, which has been told to end, and makes sure that it does; its exit code, or minus a signal."""
+    """Waits for a child that was told to end, and sees to it; its exit code, or minus a signal."""
     deadline = time.monotonic() + _REAP_SECONDS
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -135,7 +137,9 @@ def _serve(channel: socket.socket, request: Mapping[str, Any]) -> None:
 
         def invoke(message: Mapping[str, Any] = message) -> Any:
             if not held:
-                raise ToolFailure(f"{request['target']} could not be built, so {message['method']}() cannot be called")
+                raise ToolFailure(
+                    f"{request['target']} could not be built, so {message['method']}() cannot be called"
+                )
             return getattr(held[0], message["method"])(**message["arguments"])
 
         send(channel, _outcome(invoke))
