@@ -98,7 +98,7 @@ cpu_index() {
 
 set_up_main() {
     want_compiler
-    set_up .venv constraints.txt models,dev "PyTorch and the rest (about 5.5 GB, some minutes the first time)"
+    set_up .venv constraints.txt models,vision,dev "PyTorch and the rest (about 5.5 GB, some minutes the first time)"
 }
 
 set_up_cpu() {

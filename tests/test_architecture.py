@@ -237,9 +237,10 @@ def test_files_are_short(module: Module) -> None:
 
 @each_module
 def test_functions_fit_a_screen(module: Module) -> None:
+    """Without the signature: that of a command is the table of its options."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            lines = (node.end_lineno or node.lineno) - node.body[0].lineno + 1
             assert lines <= MOST_LINES_OF_A_FUNCTION, (
                 f"{module.name}:{node.lineno} {node.name}: {lines} lines"
             )

@@ -140,5 +140,5 @@ def _models() -> Any:
     try:
         from torchvision import models
     except ImportError:
-        raise CannotRunHere("tv: workloads need torchvision: pip install 'memfit[models]'") from None
+        raise CannotRunHere("tv: workloads need torchvision: pip install 'memfit[vision]'") from None
     return models

@@ -28,7 +28,7 @@ TRIAL = (
 )
 EXTRAS: Mapping[str, tuple[str, str]] = {
     "transformers": ("models", "workloads named hf:…"),
-    "torchvision": ("models", "workloads named tv:…"),
+    "torchvision": ("vision", "workloads named tv:…"),
 }
 """Distribution → the extra that brings it, and what it is for."""
 
