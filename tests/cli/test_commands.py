@@ -114,7 +114,7 @@ def test_files_that_cannot_be_written_stop_it_before_the_work(options, words, mo
         (["fit", "hf:gpt2"], "--gpu"),
         (["fit", "--gpu", "rtx3060-12gb"], "WORKLOAD"),
         (["fit", "hf:gpt2", "--gpu", "rtx306-12gb"], "rtx3060-12gb"),
-        (["fit", "hf:gpt2", "--gpu", "rtx3060-12gb", "--budget", "8Gb"], "--budget '8Gb'"),
+        (["fit", "hf:gpt2", "--gpu", "rtx3060-12gb", "--budget", "8Gb"], "budget '8Gb'"),
         (["fit", "hf:gpt2", "--gpu", "rtx3060-12gb", "--allow", "anything"], "--allow"),
     ],
 )

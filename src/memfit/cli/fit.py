@@ -166,17 +166,15 @@ STAGES: Mapping[str, str] = {
 def _search(asked: Asked, traces: Path, *, quiet: bool) -> FitResult:
     """The long work: read the workload, plan, measure, verify."""
     from memfit.core.devices import find_gpu
-    from memfit.core.units import parse_bytes
     from memfit.planning.fit import fit as search
 
     gpu = find_gpu(asked.gpu)
-    budget_bytes = None if asked.budget is None else parse_bytes(asked.budget, what="--budget")
     with progress(quiet=quiet) as update:
         update("loading torch and the workload")
         return search(
             asked.workload,
             gpu=gpu,
-            budget=budget_bytes,
+            budget=asked.budget,
             allow=asked.allow.value,
             verify=asked.verify,
             engine=asked.engine.value,

@@ -59,7 +59,7 @@ def _head(report: FitReport) -> Markup:
     subtitle = f"for {gpu_name(report)}, {limit}; measured by {engine}{torch}"
     statements = [
         tag("li", statement.text, class_={True: "good", False: "bad", None: "neither"}[statement.good])
-        for statement in (*verdict.verdicts(result), verdict.verification(result))
+        for statement in (*verdict.verdicts(result, allow=report.allow), verdict.verification(result))
     ]
     return tag(
         "header",

@@ -14,7 +14,7 @@ from memfit.reports.markup import Markup, join, tag
 from memfit.reports.palette import CATEGORY_PAINTS, PAINTS, in_order
 from memfit.reports.report import FitReport
 from memfit.reports.text import PEAKS
-from memfit.reports.words import EXACTNESS_WORDS, plan_rows
+from memfit.reports.words import EXACTNESS_WORDS, ORDINALS, mentions_ordinals, plan_rows
 
 MOST_CANDIDATES = 60
 
@@ -168,7 +168,8 @@ def plan(report: FitReport) -> Markup | None:
         else "Save the plan with --plan plan.json; then, in your training script:"
     )
     code = [tag("p", saved), tag("pre", tag("code", "\n".join(["import memfit", "", *lines])))]
-    return section("The plan", "plan", tag("p", exactness), number_table("What changes", heads, rows), code)
+    caption = ORDINALS if mentions_ordinals(report.result.techniques) else "What changes"
+    return section("The plan", "plan", tag("p", exactness), number_table(caption, heads, rows), code)
 
 
 def cost(report: FitReport) -> Markup | None:

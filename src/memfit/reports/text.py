@@ -17,7 +17,7 @@ from memfit.reports import verdict
 from memfit.reports.account import Account
 from memfit.reports.palette import CATEGORY_PAINTS, PAINTS, in_order
 from memfit.reports.report import FitReport
-from memfit.reports.words import EXACTNESS_WORDS, plan_rows
+from memfit.reports.words import EXACTNESS_WORDS, ORDINALS, mentions_ordinals, plan_rows
 
 BAR_COLUMNS = 22
 
@@ -91,19 +91,21 @@ def fit_text(report: FitReport) -> RenderableType:
     ]
     peak = result.plain.peak_requested_bytes
     parts += [_indent(composition(result.plain.peak_by_category, total_bytes=peak)), "", _heading("Verdict")]
-    parts += [_statement(verdict_) for verdict_ in verdict.verdicts(result)]
+    statements = verdict.verdicts(result, allow=report.allow)
+    parts += [_statement(statement) for statement in statements]
     if result.planned is None:
         return Group(*parts, "", *_what_to_try(report), *_notes(report))
     if report.changes_something:
-        parts += [
-            "",
-            _heading("The plan"),
-            _indent(Text(_exactness(report), style="dim")),
-            _indent(_plan_table(report)),
-        ]
+        parts += ["", _heading("The plan"), *_plan(report)]
         parts += ["", _heading("What it costs"), _indent(_cost_table(report)), _indent(_cost_text(report))]
         parts += ["", _heading("Verified"), _statement(verdict.verification(result))]
     return Group(*parts, *_notes(report), *_apply(report))
+
+
+def _plan(report: FitReport) -> list[RenderableType]:
+    exactness = f"{report.result.exactness}: {EXACTNESS_WORDS[report.result.exactness]}"
+    notes = [_indent(Text(ORDINALS, style="dim"))] if mentions_ordinals(report.result.techniques) else []
+    return [_indent(Text(exactness, style="dim")), _indent(_plan_table(report)), *notes]
 
 
 def _header(report: FitReport) -> Text:
@@ -136,10 +138,6 @@ def _statement(value: verdict.Verdict) -> RenderableType:
     table.add_column()
     table.add_row(Text(mark, style=f"bold {style}"), Text(value.text))
     return _indent(table)
-
-
-def _exactness(report: FitReport) -> str:
-    return f"{report.result.exactness}: {EXACTNESS_WORDS[report.result.exactness]}"
 
 
 def _plan_table(report: FitReport) -> Table:

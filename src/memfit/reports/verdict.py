@@ -20,7 +20,7 @@ class Verdict:
     text: str
 
 
-def verdicts(result: FitResult) -> tuple[Verdict, ...]:
+def verdicts(result: FitResult, *, allow: str = "exact") -> tuple[Verdict, ...]:
     """Does the plain step fit, does the planned one: which number against which."""
     plain = Verdict(
         good=result.plain_fits, text=_fit_sentence("The plain step", result.plain, result.plain_fits, result)
@@ -28,7 +28,7 @@ def verdicts(result: FitResult) -> tuple[Verdict, ...]:
     if result.plain_fits and not result.techniques:
         return (plain, Verdict(good=True, text="Nothing needs to change: plain training is the plan."))
     if result.planned is None:
-        return (plain, Verdict(good=False, text=no_plan(result)))
+        return (plain, Verdict(good=False, text=no_plan(result, allow=allow)))
     planned = _fit_sentence("The planned step", result.planned, result.fits, result)
     return (plain, Verdict(good=result.fits, text=f"{planned} This was measured by {_instrument(result)}."))
 
@@ -37,7 +37,10 @@ def _fit_sentence(subject: str, figures: StepFigures, fits: bool, result: FitRes
     reserved, budget = figures.peak_reserved_bytes, result.budget_bytes
     against = f"reserves {format_bytes(reserved)} against a budget of {format_bytes(budget)}"
     if fits:
-        return f"{subject} fits: it {against}, {format_bytes(budget - reserved)} to spare."
+        spare = (
+            f"{format_bytes(budget - reserved)} to spare" if reserved < budget else "with nothing to spare"
+        )
+        return f"{subject} fits: it {against}, {spare}."
     if reserved > budget:
         return f"{subject} does not fit: it {against}, {format_bytes(reserved - budget)} too much."
     total = result.context_bytes + reserved
@@ -51,11 +54,9 @@ def _instrument(result: FitResult) -> str:
     return "the portable engine (the planned step on meta tensors, with PyTorch's allocator simulated)"
 
 
-def no_plan(result: FitResult) -> str:
+def no_plan(result: FitResult, *, allow: str) -> str:
     """Why there is no plan, and what would be enough."""
-    text = (
-        f"No plan of exactness {result.exactness!r} that was tried fits {format_bytes(result.budget_bytes)}"
-    )
+    text = f"No {allow} plan that was tried fits {format_bytes(result.budget_bytes)}"
     if result.least_budget_bytes is None:
         return f"{text}."
     return f"{text}; the least budget that would do is {format_bytes(result.least_budget_bytes)}."

@@ -32,6 +32,15 @@ class PlanRow:
     recomputes: str = ""
 
 
+ORDINALS = "Numbers count the operators of that kind in the order in which the block runs them."
+
+
+def mentions_ordinals(techniques: Sequence[Settings]) -> bool:
+    """Whether the rows of this plan name operators by number, as in "linear 4"."""
+    blocks = [settings.get("blocks") or {} for settings in techniques]
+    return any(":" in name for saves in blocks for saved in saves.values() for name in saved)
+
+
 def plan_rows(techniques: Sequence[Settings]) -> tuple[PlanRow, ...]:
     """The rows of a plan, technique by technique, in the order in which they are applied."""
     rows: list[PlanRow] = []
