@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memfit.capture import capture_step
+    from memfit.capture.graph import StepGraph
     from memfit.core.devices import GPU, find_gpu
     from memfit.core.errors import (
         CannotRunHere,
@@ -23,20 +25,31 @@ if TYPE_CHECKING:
     from memfit.core.trace import Trace, TraceBuilder
     from memfit.core.units import format_bytes, parse_bytes
     from memfit.core.workload import Workload
-    from memfit.planning.plan import FitResult, Plan
-    from memfit.techniques.base import undo
-    from memfit.techniques.gradient_checkpointing import GradientCheckpointing
+    from memfit.dryrun import DryRunResult
+    from memfit.planning import FitResult, Plan, plan
+    from memfit.techniques import (
+        ChunkedCrossEntropy,
+        GradientCheckpointing,
+        MicroBatching,
+        OptimizerImplementation,
+        undo,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GPU",
     "CannotRunHere",
+    "ChunkedCrossEntropy",
+    "DryRunResult",
     "FitResult",
     "GradientCheckpointing",
     "InputError",
     "MemfitError",
+    "MicroBatching",
+    "OptimizerImplementation",
     "Plan",
+    "StepGraph",
     "Timeline",
     "ToolFailure",
     "Trace",
@@ -44,13 +57,17 @@ __all__ = [
     "UsageError",
     "Workload",
     "WorkloadFailed",
+    "capture_step",
     "find_gpu",
     "format_bytes",
     "parse_bytes",
+    "plan",
     "undo",
 ]
 
 _HOME = {
+    "memfit.capture": ("capture_step",),
+    "memfit.capture.graph": ("StepGraph",),
     "memfit.core.devices": ("GPU", "find_gpu"),
     "memfit.core.errors": (
         "CannotRunHere",
@@ -64,9 +81,15 @@ _HOME = {
     "memfit.core.trace": ("Trace", "TraceBuilder"),
     "memfit.core.units": ("format_bytes", "parse_bytes"),
     "memfit.core.workload": ("Workload",),
-    "memfit.planning.plan": ("FitResult", "Plan"),
-    "memfit.techniques.base": ("undo",),
-    "memfit.techniques.gradient_checkpointing": ("GradientCheckpointing",),
+    "memfit.dryrun": ("DryRunResult",),
+    "memfit.planning": ("FitResult", "Plan", "plan"),
+    "memfit.techniques": (
+        "ChunkedCrossEntropy",
+        "GradientCheckpointing",
+        "MicroBatching",
+        "OptimizerImplementation",
+        "undo",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
