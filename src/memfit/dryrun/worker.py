@@ -13,7 +13,6 @@ ends, however it ends, the worker sees its socket close and takes its forks with
 from __future__ import annotations
 
 import contextlib
-import contextlib
 import os
 import signal
 import socket
@@ -120,6 +119,8 @@ class Worker:
     def close(self) -> None:
         """Ends the process and everything that it forked. A closed worker cannot be used again."""
         self._control.close()
+        if not self._ready:  # it may still be loading torch, and has forked nothing yet
+            self._process.kill()
         try:
             self._process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
