@@ -5,6 +5,7 @@ Nothing heavy is imported here: `memfit --help` reads the table below and loads 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after ``memfit``; ``None`` takes them from ``sys.argv``.
     """
-    from memfit.cli.app import run
-
+    try:
+        from memfit.cli.app import run
+    except KeyboardInterrupt:  # pressed so early that what handles it is not loaded yet
+        print("memfit: error: interrupted", file=sys.stderr)
+        return 130
     return run(arguments)
