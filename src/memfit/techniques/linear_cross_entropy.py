@@ -183,7 +183,7 @@ class _Problem:
         if sums.weight is None:
             return
         if sums.weight.dtype == slope.dtype:
-            sums.weight.addmm_(slope.T, hidden * column)
+            torch.addmm(sums.weight, slope.T, hidden * column, out=sums.weight)
         else:
             sums.weight += slope.T @ (hidden * column)
 

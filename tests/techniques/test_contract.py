@@ -1,0 +1,221 @@
+"""What every technique promises, for every technique and many kinds of models."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from technique_models import CASES, Case, Trained, assert_bitwise, assert_close, train
+from torch import nn
+
+from memfit.core.errors import UsageError
+from memfit.techniques import (
+    TECHNIQUES,
+    ChunkedCrossEntropy,
+    GradientCheckpointing,
+    MicroBatching,
+    OptimizerImplementation,
+    Technique,
+    applied_techniques,
+    technique_from_settings,
+    undo,
+    undo_all,
+)
+
+VARIANTS: dict[str, Technique] = {
+    "full": GradientCheckpointing(),
+    "every second": GradientCheckpointing(checkpoint_frequency=2),
+    "save linear": GradientCheckpointing(save=("linear",)),
+    "save one linear": GradientCheckpointing(save=("linear:1",)),
+    "save attention": GradientCheckpointing(save=("attention",)),
+    "save random": GradientCheckpointing(save=("random",)),
+    "save first random": GradientCheckpointing(save=("random:0", "linear:1")),
+    "save convolution": GradientCheckpointing(save=("convolution", "normalization:1")),
+    "save pointwise": GradientCheckpointing(save=("pointwise",)),
+    "chunked": ChunkedCrossEntropy(chunks=3),
+    "fused": OptimizerImplementation(implementation="fused"),
+    "foreach": OptimizerImplementation(implementation="foreach"),
+    "micro": MicroBatching(micro_batches=2),
+}
+KINDS = ("full", "save linear", "chunked", "fused", "micro")
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Trained]:
+    return {name: train(case) for name, case in CASES.items()}
+
+
+def _fits(case: Case, technique: Technique) -> bool:
+    return case.language or not isinstance(technique, ChunkedCrossEntropy)
+
+
+def _pairs() -> list[tuple[str, str]]:
+    return [(c, v) for c, v in itertools.product(CASES, VARIANTS) if _fits(CASES[c], VARIANTS[v])]
+
+
+def test_the_variants_cover_the_table() -> None:
+    assert {variant.name for variant in VARIANTS.values()} == set(TECHNIQUES)
+
+
+@pytest.mark.parametrize(("case", "variant"), _pairs())
+def test_three_steps_are_as_the_exactness_says(case: str, variant: str, plain: dict[str, Trained]) -> None:
+    technique = VARIANTS[variant]
+    changed = train(CASES[case], technique.apply)
+    if technique.exactness(CASES[case].model()) == "exact" or isinstance(technique, MicroBatching):
+        assert_bitwise(plain[case], changed)
+    else:
+        assert_close(plain[case], changed, 1e-4)
+
+
+@pytest.mark.parametrize(("case", "variant"), _pairs())
+def test_undo_restores_to_the_bit(case: str, variant: str, plain: dict[str, Trained]) -> None:
+    def there_and_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        before = _picture(model)
+        flags = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
+        technique = VARIANTS[variant]
+        assert technique.apply(model, optimizer) == (model, optimizer)
+        assert list(model.state_dict()) == list(before[0])
+        assert undo(model) is technique
+        assert _picture(model) == before
+        assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == flags
+
+    assert_bitwise(plain[case], train(CASES[case], there_and_back))
+
+
+def _picture(model: nn.Module) -> tuple[list[str], list[tuple[int, type, list[str]]]]:
+    modules = [(id(m), type(m), sorted(key for key in vars(m) if key != "training")) for m in model.modules()]
+    return list(model.state_dict()), modules
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_settings_survive_json(variant: str) -> None:
+    settings = VARIANTS[variant].to_settings()
+    assert settings["technique"] == VARIANTS[variant].name
+    assert technique_from_settings(settings) == VARIANTS[variant]
+
+
+@pytest.mark.parametrize("variant", KINDS)
+def test_a_second_time_is_refused_and_changes_nothing(variant: str) -> None:
+    model = CASES["gpt"].model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    VARIANTS[variant].apply(model, optimizer)
+    before = _picture(model)
+    with pytest.raises(UsageError, match="undo"):
+        VARIANTS[variant].apply(model, optimizer)
+    assert _picture(model) == before
+    assert len(applied_techniques(model)) == 1
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(KINDS, 2)))
+@pytest.mark.parametrize("case", ["gpt", "hf-llama"])
+def test_two_together(case: str, first: str, second: str, plain: dict[str, Trained]) -> None:
+    pair = VARIANTS[first], VARIANTS[second]
+    if pair[0].name == pair[1].name:
+        pytest.skip("one technique, twice")
+
+    def both(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for technique in pair:
+            technique.apply(model, optimizer)
+
+    changed = train(CASES[case], both)
+    grades = {t.exactness(CASES[case].model()) for t in pair if not isinstance(t, MicroBatching)}
+    if grades <= {"exact"}:
+        assert_bitwise(plain[case], changed)
+    else:
+        assert_close(plain[case], changed, 1e-4)
+
+
+def test_undo_takes_the_last_one_first() -> None:
+    model = CASES["gpt"].model()
+    before = _picture(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for variant in KINDS:
+        if variant != "save linear":
+            VARIANTS[variant].apply(model, optimizer)
+    assert [t.name for t in undo_all(model)] == [VARIANTS[v].name for v in reversed(KINDS) if v != "save linear"]
+    assert _picture(model) == before
+    with pytest.raises(UsageError, match="nothing to undo"):
+        undo(model)
+
+
+@pytest.mark.parametrize("variant", ["full", "save linear", "chunked"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_changed_model_can_be_copied(variant: str, way: str, plain: dict[str, Trained]) -> None:
+    """The copy works on its own parameters, with the technique on."""
+    model = VARIANTS[variant].apply(CASES["gpt"].model())
+    copied = _copy(model, way)
+    assert [sorted(vars(m)) for m in copied.modules()] == [sorted(vars(m)) for m in model.modules()]
+    del model
+    assert_close(plain["gpt"], train(CASES["gpt"], model=copied), 1e-4)
+
+
+@pytest.mark.parametrize("variant", ["full", "save linear", "chunked"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_model_can_be_copied_after_undo(variant: str, way: str, plain: dict[str, Trained]) -> None:
+    model = VARIANTS[variant].apply(CASES["gpt"].model())
+    undo(model)
+    assert_bitwise(plain["gpt"], train(CASES["gpt"], model=_copy(model, way)))
+
+
+def _copy(model: nn.Module, way: str) -> nn.Module:
+    if way == "deepcopy":
+        return copy.deepcopy(model)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("variant", ["full", "save linear", "chunked"])
+def test_a_dropped_model_is_freed_at_once(variant: str) -> None:
+    import weakref
+
+    model = VARIANTS[variant].apply(CASES["gpt"].model())
+    alive = weakref.ref(model.embed.weight)
+    del model
+    assert alive() is None
+
+
+@pytest.mark.parametrize("variant", ["full", "save linear", "save attention", "chunked"])
+@pytest.mark.parametrize("case", ["gpt", "cnn", "hf-llama"])
+def test_compiled(case: str, variant: str, plain: dict[str, Trained]) -> None:
+    if not _fits(CASES[case], VARIANTS[variant]):
+        pytest.skip("not a language model")
+    torch._dynamo.reset()
+    # Dropout's masks differ between eager and compiled code, so both sides are compiled.
+    compiled = torch.compile(CASES[case].model(), backend="aot_eager")
+    reference = train(CASES[case], steps=2, model=compiled)
+    torch._dynamo.reset()
+    model = torch.compile(VARIANTS[variant].apply(CASES[case].model()), backend="aot_eager")
+    changed = train(CASES[case], steps=2, model=model)
+    assert_close(reference, changed, 1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(reference.buffers.values(), changed.buffers.values(), strict=True))
+    undo(model)
+
+
+@pytest.mark.parametrize("variant", ["full", "save linear", "chunked"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_distributed_data_parallel(
+    variant: str, order: str, plain: dict[str, Trained], one_process_group: None
+) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = CASES["gpt"].model()
+    if order == "before":
+        wrapped = DistributedDataParallel(VARIANTS[variant].apply(model))
+    else:
+        wrapped = VARIANTS[variant].apply(DistributedDataParallel(model))
+    changed = train(CASES["gpt"], model=wrapped)
+    reference = train(CASES["gpt"], model=DistributedDataParallel(CASES["gpt"].model()))
+    (assert_close if variant == "chunked" else _bitwise)(reference, changed, 1e-4)
+    assert undo(wrapped) is VARIANTS[variant]
+
+
+def _bitwise(plain: Trained, changed: Trained, _: float) -> None:
+    assert_bitwise(plain, changed)
