@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from memfit.capture.costs import op_seconds
 from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
+from memfit.core.exactness import Exactness
 from memfit.planning.figures import Candidate, Settings, StepFigures
 from memfit.planning.schedules import Lever, Saves, checkpointing
-from memfit.core.exactness import Exactness
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,9 @@ def applied(step: TrainingStep, techniques: Sequence[Settings]) -> Iterator[None
     before = step.micro_batches
     count = micro_batch_count(techniques)
     if count > sample_count(step.batch):
-        raise UsageError(f"cannot cut a batch of {sample_count(step.batch)} samples into {count} micro-batches")
+        raise UsageError(
+            f"cannot cut a batch of {sample_count(step.batch)} samples into {count} micro-batches"
+        )
     apply_settings(techniques, step.model, step.optimizer)
     step.micro_batches = count if count > 1 else before
     try:

@@ -60,7 +60,11 @@ def fit(
         oracle.facts()
         planning = time.perf_counter()
         outcome = Search(
-            oracle=oracle, gpu=device, budget_bytes=_reachable(budget_bytes, device), allow=allow, progress=show
+            oracle=oracle,
+            gpu=device,
+            budget_bytes=_reachable(budget_bytes, device),
+            allow=allow,
+            progress=show,
         ).run()
         bounds = _bounds(outcome, device, budget_bytes, show)
         planning_seconds = time.perf_counter() - planning
@@ -91,7 +95,9 @@ def checked_budget(budget: int | str | None, gpu: GPU) -> int:
         return gpu.default_budget_bytes
     count = parse_bytes(budget, what="budget")
     if count < LEAST_BUDGET_BYTES:
-        raise UsageError(f"budget {budget!r} is {count} bytes: no step fits that; write it with a unit, like 8GiB")
+        raise UsageError(
+            f"budget {budget!r} is {count} bytes: no step fits that; write it with a unit, like 8GiB"
+        )
     if count > gpu.nvml_total_bytes:
         raise UsageError(
             f"budget {budget!r} is {format_bytes(count)}, more than the {format_bytes(gpu.nvml_total_bytes)} that "
@@ -146,7 +152,9 @@ class _Verifier:
         return Verified.from_json(answer)
 
 
-def _bounds(outcome: Outcome, gpu: GPU, budget_bytes: int, show: Progress) -> tuple[float | None, float | None]:
+def _bounds(
+    outcome: Outcome, gpu: GPU, budget_bytes: int, show: Progress
+) -> tuple[float | None, float | None]:
     """Certified least recomputation in percent of the plain step: within the budget, and at the plan's own peak.
 
     Both are None for a plan with other levers than recomputation, and where no plan was found.

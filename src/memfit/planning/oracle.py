@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,7 +22,13 @@ ROOMY_BYTES = 4 << 40
 
 @contextmanager
 def open_oracle(
-    workload: Mapping[str, Any], spec: str | None, gpu: GPU, folder: Path, *, engine: Engine = "auto", seed: int = 0
+    workload: Mapping[str, Any],
+    spec: str | None,
+    gpu: GPU,
+    folder: Path,
+    *,
+    engine: Engine = "auto",
+    seed: int = 0,
 ) -> Iterator[Oracle]:
     """The oracle for a workload: the dry run, or with ``engine="auto"`` the portable engine where that cannot be had.
 
@@ -51,7 +55,9 @@ class DryRunOracle:
     engine = "dryrun"
     engine_reason: str | None = None
 
-    def __init__(self, worker: Worker, workload: Mapping[str, Any], gpu: GPU, folder: Path, seed: int) -> None:
+    def __init__(
+        self, worker: Worker, workload: Mapping[str, Any], gpu: GPU, folder: Path, seed: int
+    ) -> None:
         self._worker = worker
         self._workload = workload
         self._gpu = replace(gpu, runtime_total_bytes=ROOMY_BYTES, nvml_total_bytes=ROOMY_BYTES)
@@ -104,9 +110,13 @@ class DryRunOracle:
 def final_from_json(result: Mapping[str, Any], trace_path: str | None) -> Final:
     """What `memfit.planning.evaluate.final` returned, as a value."""
     if result.get("oom"):
-        raise ToolFailure(f"the step ran out of memory even on a device of {ROOMY_BYTES >> 40} TiB: {result['oom']}")
+        raise ToolFailure(
+            f"the step ran out of memory even on a device of {ROOMY_BYTES >> 40} TiB: {result['oom']}"
+        )
     return Final(
-        figures=StepFigures.from_json({**result, "peak_by_phase": result.get("phase_peaks"), "trace_path": trace_path}),
+        figures=StepFigures.from_json(
+            {**result, "peak_by_phase": result.get("phase_peaks"), "trace_path": trace_path}
+        ),
         value_reads=tuple(result.get("value_reads", ())),
         not_modelled=tuple(result.get("not_modelled", ())),
         torch=result.get("torch"),

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import InputError, MemfitError, UsageError
+from memfit.core.exactness import EXACTNESS_ORDER, Exactness
 from memfit.core.files import write_atomically
 from memfit.planning.figures import Candidate, Settings, StepFigures, Verified
-from memfit.core.exactness import EXACTNESS_ORDER, Exactness
 
 SCHEMA_VERSION = 1
 
@@ -145,24 +145,19 @@ class Plan:
         if self.micro_batch_count == 1:
             yield batch, 1.0
             return
-        from memfit.capture.step import split_batch
+        from memfit.techniques import MicroBatching
 
-        parts = list(split_batch(batch, self.micro_batch_count))
-        weights = [float((loss_weight or sample_count)(part)) for part in parts]
-        total = sum(weights) or 1.0
-        for part, weight in zip(parts, weights, strict=True):
-            yield part, weight / total
+        yield from MicroBatching(micro_batches=self.micro_batch_count).split(batch, loss_weight)
 
 
 def apply_settings(techniques: Sequence[Settings], model: Any, optimizer: Any = None) -> None:
     """Apply techniques given as settings, first to last; when one refuses, those before it are taken back."""
-    from memfit.techniques import TECHNIQUES
-    from memfit.techniques.base import undo
+    from memfit.techniques import technique_from_settings, undo
 
     applied = 0
     try:
         for settings in techniques:
-            TECHNIQUES[settings["technique"]].from_settings(dict(settings)).apply(model, optimizer)
+            technique_from_settings(settings).apply(model, optimizer)
             applied += 1
     except MemfitError:
         for _ in range(applied):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from memfit.capture.graph import StepGraph
 from memfit.planning.layout import TURN, Layout
 from memfit.planning.options import BlockWork, block_work, enumerate_options
-from memfit.planning.problem import BlockClass, Option, Problem, pareto_options
+from memfit.planning.problem import BlockClass, Option, Problem
 from memfit.planning.schedules import Saves, save_sets
 
 Seconds = Callable[[StepGraph], Sequence[float]]
@@ -124,9 +124,7 @@ def memory_around(layout: Layout) -> MemoryAround:
     )
 
 
-def make_problem(
-    row: Row, base: Layout, options: Sequence[dict[tuple[str, ...], Option]], *, limit: int = 14
-) -> Problem:
+def make_problem(row: Row, base: Layout, options: Sequence[dict[tuple[str, ...], Option]]) -> Problem:
     """The problem of one lever: ``base`` is the step captured under it with every block plain.
 
     Options were measured on the whole batch; with micro-batches a round keeps and holds its share of it.
@@ -136,9 +134,8 @@ def make_problem(
     for number, members in enumerate(row.classes):
         kept = base.kept_bytes[members[-1]]
         plain = Option(saves=None, saved_bytes=kept, working_bytes=kept, recompute_seconds=0.0)
-        scaled = [_share(option, base.passes) for option in options[number].values()]
-        front = pareto_options([plain, *scaled], limit=limit)
-        classes.append(BlockClass(name=f"class {number}", positions=members, options=front))
+        scaled = tuple(_share(option, base.passes) for option in options[number].values())
+        classes.append(BlockClass(name=f"class {number}", positions=members, options=(plain, *scaled)))
     return Problem(
         blocks=row.blocks,
         classes=tuple(classes),
@@ -162,17 +159,12 @@ def schedule_of(problem: Problem, choice: Sequence[int]) -> tuple[Saves, ...]:
     return tuple(table[position][number].saves for position, number in enumerate(choice))
 
 
-def schedule_seconds(
-    row: Row, options: Sequence[dict[tuple[str, ...], Option]], schedule: Sequence[Saves]
-) -> float | None:
-    """Seconds that a schedule spends on recomputation, block by block; None when a set in it was not measured."""
-    total = 0.0
-    for number, members in enumerate(row.classes):
-        for block in members:
-            saves = schedule[block]
-            if saves is not None:
-                option = options[number].get(saves)
-                if option is None:
-                    return None
-                total += option.recompute_seconds
-    return total
+def choice_of(problem: Problem, schedule: Sequence[Saves]) -> tuple[int, ...] | None:
+    """The option numbers of a schedule; None when a block would keep something that was not measured."""
+    choice = []
+    for saves, options in zip(schedule, problem.option_table(), strict=True):
+        number = next((n for n, option in enumerate(options) if option.saves == saves), None)
+        if number is None:
+            return None
+        choice.append(number)
+    return tuple(choice)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfit.planning.bench import Bench, Try
-from memfit.planning.problem import Option, Problem
-from memfit.planning.problems import schedule_of
+from memfit.planning.problem import Option, Problem, pareto_options
+from memfit.planning.problems import choice_of, schedule_of
 from memfit.planning.schedules import Lever
 from memfit.planning.solve import solve
 
@@ -18,11 +18,16 @@ SLACK_SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class LeverProblem:
-    """One lever's problem, and the seconds of its step with every block plain."""
+    """One lever's problem, and the seconds of its step with every block plain.
+
+    ``overhead_bytes``: what the allocator reserves over the problem's own sum; ``expected_seconds``: of the best plan.
+    """
 
     lever: Lever
     problem: Problem
     base_seconds: float
+    overhead_bytes: int = 0
+    expected_seconds: float = 0.0
 
 
 class Refiner:
@@ -78,9 +83,10 @@ class Refiner:
         Among blocks that are alike and keep the same, only the first and the last of each run are tried.
         """
         table = self.case.problem.option_table()
-        choice = _choice_of(start, table)
-        if choice is None:
+        known = choice_of(self.case.problem, start.schedule)
+        if known is None:
             return []
+        choice = list(known)
         tried: list[Try] = []
         last = self.bench.evaluations + limit
         moved = True
@@ -102,11 +108,14 @@ class Refiner:
         moves = []
         for block_class in self.case.problem.classes:
             positions = block_class.positions
+            front = pareto_options(block_class.options)
             for place, position in enumerate(positions):
                 if _inside_a_run(positions, place, choice):
                     continue
                 now = table[position][choice[position]]
                 for number, option in enumerate(table[position]):
+                    if option not in front:
+                        continue
                     gain = now.recompute_seconds - option.recompute_seconds
                     if gain > 0:
                         moves.append((-gain, position, number))
@@ -114,10 +123,11 @@ class Refiner:
 
     def least(self) -> Try:
         """The plan that keeps as little as the options allow."""
-        table = self.case.problem.option_table()
-        return self._try(
-            [min(range(len(options)), key=lambda n, o=options: o[n].saved_bytes) for options in table]
-        )
+        choice = []
+        for options in self.case.problem.option_table():
+            kept = [option.saved_bytes for option in options]
+            choice.append(kept.index(min(kept)))
+        return self._try(choice)
 
 
 def _inside_a_run(positions: Sequence[int], place: int, choice: Sequence[int]) -> bool:
@@ -126,14 +136,3 @@ def _inside_a_run(positions: Sequence[int], place: int, choice: Sequence[int]) -
         return False
     here = choice[positions[place]]
     return choice[positions[place - 1]] == here == choice[positions[place + 1]]
-
-
-def _choice_of(tried: Try, table: Sequence[Sequence[Option]]) -> list[int] | None:
-    """The option numbers of a schedule; None when it keeps something that is not among the options."""
-    choice = []
-    for saves, options in zip(tried.schedule, table, strict=True):
-        number = next((n for n, option in enumerate(options) if option.saves == saves), None)
-        if number is None:
-            return None
-        choice.append(number)
-    return choice

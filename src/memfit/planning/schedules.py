@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memfit.core.exactness import Exactness, allowed, weakest
 from memfit.planning.figures import Settings
 from memfit.planning.options import BlockWork
-from memfit.core.exactness import Exactness, allowed, weakest
 
 Saves = tuple[str, ...] | None
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -100,7 +100,9 @@ def levers(
     micro_batching: Exactness | None,
     implementations: Mapping[str, Exactness],
 ) -> tuple[Lever, ...]:
-    """All combinations of levers within ``allow``, the one that changes nothing first.
+    """The combinations of levers within ``allow``: fewest micro-batches first, the one that changes nothing before all.
+
+    An optimizer implementation that is offered is leaner and faster than the workload's own, so it goes with all others.
 
     Args:
         samples: in the batch; no more micro-batches than that.
@@ -112,14 +114,15 @@ def levers(
     if chunked_loss is not None:
         setting = {"technique": "chunked_cross_entropy", "chunks": LOSS_CHUNKS}
         losses.append(Lever(name="chunked loss", settings=(setting,), exactness=chunked_loss))
-    optimizers = [NO_LEVER] + [
+    optimizers = [
         Lever(
             name=f"{name} optimizer",
             settings=({"technique": "optimizer_implementation", "implementation": name},),
             exactness=grade,
         )
         for name, grade in implementations.items()
-    ]
+        if allowed(grade, allow)
+    ] or [NO_LEVER]
     batches = [NO_LEVER]
     if micro_batching is not None:
         batches += [
@@ -133,7 +136,8 @@ def levers(
             if 1 < count <= samples
         ]
     combined = (_together(parts) for parts in itertools.product(batches, losses, optimizers))
-    return tuple(lever for lever in combined if allowed(lever.exactness, allow))
+    admitted = [lever for lever in combined if allowed(lever.exactness, allow) and not lever.is_none]
+    return (NO_LEVER, *sorted(admitted, key=lambda lever: (lever.micro_batches, len(lever.settings))))
 
 
 def _together(parts: Sequence[Lever]) -> Lever:

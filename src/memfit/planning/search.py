@@ -8,27 +8,29 @@ Deterministic: the same workload, GPU, budget and versions give the same plan. O
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
+from memfit.core.exactness import Exactness
 from memfit.planning.bench import Bench, Final, ModelFacts, Oracle, Try
 from memfit.planning.figures import StepFigures
 from memfit.planning.layout import Layout, ordered_blocks
 from memfit.planning.problem import Option
 from memfit.planning.problems import (
     Row,
+    choice_of,
     make_problem,
     measured_options,
     mixes,
     row_of_blocks,
-    schedule_seconds,
     wanted_saves,
 )
 from memfit.planning.refine import LeverProblem, Refiner
 from memfit.planning.schedules import NO_LEVER, Lever, levers, named_schedules
-from memfit.core.exactness import Exactness
+from memfit.planning.solve import solve
 
 Progress = Callable[[str, int, int], None]
 """``progress(stage, done, total)``: called as the search goes on."""
@@ -141,19 +143,25 @@ class _Session:
     plain: Try
 
     def explore(self) -> None:
-        """Fills the bench with everything that is worth measuring."""
+        """Fills the bench with everything that is worth measuring.
+
+        Levers go by their number of micro-batches, and within it by what the solver expects of them. More micro-batches
+        never make a step faster, so once a plan is found that beats the plain step under a number, no higher one is tried.
+        """
         layout = Layout(graph=self.graph, blocks=self.bench.blocks)
         row = row_of_blocks(layout, self.bench.seconds(self.graph))
         options = self._options(row)
-        cases = list(self._levers())
-        best = float("inf")
-        for number, lever in enumerate(cases):
-            self.search.progress("plans", number, len(cases))
-            case = self._case(row, options, lever)
-            if case.base_seconds >= best:
-                continue
-            best = min(best, self._explore_lever(row, options, case))
-        self.search.progress("plans", len(cases), len(cases))
+        best, done = float("inf"), 0
+        found = self._levers()
+        for _, group in itertools.groupby(found, key=lambda lever: lever.micro_batches):
+            cases = [self._expected(self._case(row, options, lever)) for lever in group]
+            for case in sorted(cases, key=lambda c: c.expected_seconds):
+                self.search.progress("plans", done, len(found))
+                done += 1
+                best = min(best, self._explore_lever(row, case, best))
+            if best <= min(case.base_seconds for case in cases):
+                break
+        self.search.progress("plans", len(found), len(found))
 
     def _options(self, row: Row) -> tuple[dict[tuple[str, ...], Option], ...]:
         """All options, measured in captured steps that mix them."""
@@ -165,16 +173,14 @@ class _Session:
             captured.append((schedule, self.search.oracle.graph(self.bench.techniques(NO_LEVER, schedule))))
         return measured_options(row, captured, self.bench.seconds)
 
-    def _levers(self) -> Iterator[Lever]:
-        """Levers to look at, the least intrusive first: fewest micro-batches, then fewest settings."""
-        found = levers(
+    def _levers(self) -> tuple[Lever, ...]:
+        return levers(
             self.search.allow,
             samples=self.facts.samples,
             chunked_loss=self.facts.chunked_loss,
             micro_batching=self.facts.micro_batching,
             implementations=self.facts.implementations,
         )
-        yield from sorted(found, key=lambda lever: (lever.micro_batches, len(lever.settings)))
 
     def _case(self, row: Row, options: Sequence[dict[tuple[str, ...], Option]], lever: Lever) -> LeverProblem:
         graph = self.graph if lever.is_none else self.search.oracle.graph(lever.settings)
@@ -185,38 +191,52 @@ class _Session:
             base_seconds=sum(self.bench.seconds(graph)),
         )
 
-    def _explore_lever(
-        self, row: Row, options: Sequence[dict[tuple[str, ...], Option]], case: LeverProblem
-    ) -> float:
-        """Tries named schedules, solved plans and their neighbours under one lever; the seconds of the best that fits."""
-        tried = [self.bench.evaluate("plain", case.lever, self.plain.schedule, case.base_seconds, named=True)]
-        tried += self._named(row, options, case)
+    def _expected(self, case: LeverProblem) -> LeverProblem:
+        """The case with what the allocator reserves over the solver's sum, and the seconds to expect within the budget."""
+        plain = self._plain_under(case)
+        own_sum = case.problem.peak_bytes([0] * len(case.problem.blocks))
+        overhead = max(plain.peaks.reserved_bytes - own_sum, 0)
+        if self._fits(plain):
+            return replace(case, overhead_bytes=overhead, expected_seconds=case.base_seconds)
+        solution = solve(case.problem, self.search.budget_bytes - overhead)
+        expected = float("inf") if solution is None else case.base_seconds + solution.recompute_seconds
+        return replace(case, overhead_bytes=overhead, expected_seconds=expected)
+
+    def _plain_under(self, case: LeverProblem) -> Try:
+        name = f"plain, {case.lever.name}" if case.lever.name else "plain"
+        return self.bench.evaluate(name, case.lever, self.plain.schedule, case.base_seconds, named=True)
+
+    def _explore_lever(self, row: Row, case: LeverProblem, best: float) -> float:
+        """Tries named schedules, solved plans and their neighbours under one lever; the seconds of the best that fits.
+
+        Only what can beat ``best`` is run; without any lever all named schedules are, for the picture.
+        """
+        tried = [self._plain_under(case)]
         if row.blocks and not self._fits(tried[0]):
+            tried += self._named(row, case, best)
             refiner = Refiner(self.bench, case, self.search.budget_bytes)
-            solved = refiner.tighten(self._first_allowance(case, tried[0]))
-            tried += [*solved, refiner.least()]
-            best = min(filter(self._fits, tried), key=_by_seconds, default=None)
-            if best is not None:
-                tried += refiner.improve(best, LOCAL_STEPS)
+            if case.expected_seconds < best:
+                tried += refiner.tighten(self.search.budget_bytes - case.overhead_bytes)
+            if not any(map(self._fits, tried)) and best == float("inf"):
+                tried.append(refiner.least())
+            fastest = min(filter(self._fits, tried), key=_by_seconds, default=None)
+            if fastest is not None and fastest.seconds < best:
+                tried += refiner.improve(fastest, LOCAL_STEPS)
         return min((t.seconds for t in tried if self._fits(t)), default=float("inf"))
 
-    def _named(
-        self, row: Row, options: Sequence[dict[tuple[str, ...], Option]], case: LeverProblem
-    ) -> list[Try]:
+    def _named(self, row: Row, case: LeverProblem, best: float) -> list[Try]:
         tried = []
         for name, schedule in named_schedules(row.works).items():
-            again = schedule_seconds(row, options, schedule)
-            if again is not None:
-                label = f"{name}, {case.lever.name}" if case.lever.name else name
-                tried.append(
-                    self.bench.evaluate(label, case.lever, schedule, case.base_seconds + again, named=True)
-                )
+            choice = choice_of(case.problem, schedule)
+            if choice is None:
+                continue
+            seconds = case.base_seconds + case.problem.recompute_seconds(choice)
+            hopeless = case.problem.peak_bytes(choice) > self.search.budget_bytes or seconds >= best
+            if hopeless and not case.lever.is_none:
+                continue
+            label = f"{name}, {case.lever.name}" if case.lever.name else name
+            tried.append(self.bench.evaluate(label, case.lever, schedule, seconds, named=True))
         return tried
-
-    def _first_allowance(self, case: LeverProblem, plain: Try) -> int:
-        """The budget in the solver's own sums: less what the plain step reserves over its sum."""
-        own_sum = case.problem.peak_bytes([_plain_number(options) for options in case.problem.option_table()])
-        return self.search.budget_bytes - max(plain.peaks.reserved_bytes - own_sum, 0)
 
     def _fits(self, tried: Try) -> bool:
         return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self.search.budget_bytes
@@ -225,11 +245,6 @@ class _Session:
 def recompute_percent(figures: StepFigures, plain: StepFigures) -> float:
     """How much longer a step takes than the plain one, in percent of the plain one; 0 where it is faster."""
     return max(100.0 * (figures.step_seconds / plain.step_seconds - 1.0), 0.0)
-
-
-def _plain_number(options: Sequence[Option]) -> int:
-    """The plain option, or what keeps most where plain was beaten."""
-    return next((n for n, o in enumerate(options) if o.is_plain), len(options) - 1)
 
 
 def _by_seconds(tried: Try) -> tuple[float, int, str]:

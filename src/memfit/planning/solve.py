@@ -17,12 +17,14 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from memfit.planning.problem import Option, Problem
+from memfit.planning.problem import Option, Problem, pareto_options
 
 RELATIVE_GAP = 0.005
 TIME_LIMIT_SECONDS = 5.0
 GROUPS_PER_CLASS = 24
 """Longer chains are chosen in groups of neighbours: a group of size s takes s options in any mix."""
+MOST_OPTIONS = 14
+"""Options of a class that the program chooses among: the best of its Pareto front."""
 _TIE_BREAK = 1e-4
 """Among choices of equal time the one that keeps least wins: this part of the time's scale is given to bytes."""
 
@@ -38,10 +40,14 @@ class Solution:
 
 @dataclass(frozen=True)
 class _Group:
-    """Neighbours of one class that are chosen together, and where their variables start."""
+    """Neighbours of one class that are chosen together, and where their variables start.
+
+    ``options`` are those that no other beats, ``numbers`` what the class calls them.
+    """
 
     positions: tuple[int, ...]
     options: tuple[Option, ...]
+    numbers: tuple[int, ...]
     first: int
     class_number: int
 
@@ -86,11 +92,13 @@ def _groups(problem: Problem) -> list[_Group]:
     groups: list[_Group] = []
     first = 0
     for number, block_class in enumerate(problem.classes):
+        options = pareto_options(block_class.options, limit=MOST_OPTIONS)
+        numbers = tuple(block_class.options.index(option) for option in options)
         count = len(block_class.positions)
         cuts = np.linspace(0, count, min(count, GROUPS_PER_CLASS) + 1).round().astype(int)
         for start, end in itertools.pairwise(cuts):
-            groups.append(_Group(block_class.positions[start:end], block_class.options, first, number))
-            first += len(block_class.options)
+            groups.append(_Group(block_class.positions[start:end], options, numbers, first, number))
+            first += len(options)
     return groups
 
 
@@ -190,5 +198,5 @@ def _read(groups: Sequence[_Group], counts: npt.NDArray[np.int64], blocks: int) 
     for group in groups:
         numbers = [n for n in _by_kept_bytes(group.options) for _ in range(counts[group.first + n])]
         for position, number in zip(group.positions, numbers, strict=True):
-            choice[position] = number
+            choice[position] = group.numbers[number]
     return tuple(choice)
