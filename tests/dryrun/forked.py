@@ -1,7 +1,7 @@
 """Runs pieces of Python on the made-up GPU, each in a fresh fork of one process that has torch loaded.
 
-Importing torch takes seconds and a fork takes milliseconds; a fork that has not touched CUDA yet may still choose
-its GPU through the environment.
+Importing torch takes seconds and a fork takes milliseconds; a fork that has not touched CUDA yet may still
+choose its GPU through the environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Outcome:
     output: str
 
 
-def run_cases(cases: Mapping[str, Case], env: Mapping[str, str], *, timeout_seconds: float = 300) -> dict[str, Outcome]:
+def run_cases(
+    cases: Mapping[str, Case], env: Mapping[str, str], *, timeout_seconds: float = 300
+) -> dict[str, Outcome]:
     """Runs every case in its own fork, under `env` (which preloads the made-up GPU)."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"

@@ -1,7 +1,7 @@
-"""Runs small training jobs on the made-up GPU and reports what PyTorch's own allocator did, one fresh fork per job.
+"""Small training jobs on the made-up GPU: what PyTorch's own allocator did, one fresh fork per job.
 
-Run under the preloaded library: `python golden_training.py OUT_FOLDER JOB...`. torch is imported once; each job then
-runs in a fork that chooses its GPU before it touches CUDA, so no job sees another's allocator.
+Run under the preloaded library: `python golden_training.py OUT_FOLDER JOB...`. torch is imported once; each
+job then runs in a fork that chooses its GPU before it touches CUDA, so no job sees another's allocator.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch._dynamo  # the first optimizer would import it, in every fork
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn.attention import SDPBackend
@@ -77,9 +77,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, c = x.shape
-        q, k, v = (
-            z.view(b, t, self.heads, c // self.heads).transpose(1, 2) for z in self.qkv(x).split(c, 2)
-        )
+        q, k, v = (z.view(b, t, self.heads, c // self.heads).transpose(1, 2) for z in self.qkv(x).split(c, 2))
         p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
         return F.dropout(self.proj(y.transpose(1, 2).reshape(b, t, c)), self.dropout, self.training)
@@ -170,7 +168,9 @@ def rounded(t: torch.Tensor) -> int:
     return (bytes_of(t) + 511) // 512 * 512
 
 
-def train_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> dict[str, int]:
+def train_step(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor
+) -> dict[str, int]:
     torch.cuda.reset_peak_memory_stats()
     step = {"before": stat("allocated_bytes")}
     with torch.autocast("cuda", torch.bfloat16, enabled=job.autocast):
@@ -205,7 +205,12 @@ def attention_backend(job: Job, model: Any) -> str | None:
 
 def force_attention(job: Job) -> None:
     if job.variant in ("math", "efficient"):
-        for switch, variant in (("flash", ""), ("cudnn", ""), ("mem_efficient", "efficient"), ("math", "math")):
+        for switch, variant in (
+            ("flash", ""),
+            ("cudnn", ""),
+            ("mem_efficient", "efficient"),
+            ("math", "math"),
+        ):
             getattr(torch.backends.cuda, f"enable_{switch}_sdp")(variant == job.variant)
 
 
@@ -218,7 +223,9 @@ def layout(snapshot: dict[str, Any], mark: int) -> dict[str, Any]:
     trace = snapshot["device_traces"][0][mark:]
     return {
         "last_step_events": [
-            [SHORT_ACTIONS[e["action"]], e["addr"] - DEVICE_BASE, e["size"]] for e in trace if e["action"] in SHORT_ACTIONS
+            [SHORT_ACTIONS[e["action"]], e["addr"] - DEVICE_BASE, e["size"]]
+            for e in trace
+            if e["action"] in SHORT_ACTIONS
         ],
         "segments": [
             [

@@ -15,6 +15,7 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
+import mmap
 import os
 import platform
 import re
@@ -157,6 +158,7 @@ def build_stub() -> Stub:
     with _locked(folder / f"{target.name}.lock"):
         if not _intact(target):
             _build_into(target, build, compiler)
+    _refuse_unloadable(target / CUDA_LIBRARY)
     return Stub(cuda=target / CUDA_LIBRARY, nvml=target / NVML_LIBRARY, kept=kept, note=note)
 
 
@@ -177,6 +179,9 @@ def _cache_folder() -> tuple[Path, bool, str | None]:
     """A folder that only this user can write, whether it stays, and why not."""
     reasons = []
     for folder in _candidates():
+        if re.search(r"[\s:]", str(folder)):
+            reasons.append(f"LD_PRELOAD cannot name {folder}, because of the space or colon in it")
+            continue
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_shared(folder)
@@ -200,6 +205,18 @@ def _refuse_shared(folder: Path) -> None:
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CannotRunHere(f"other users can write the cache folder {folder}; run: chmod go-w {folder}")
+
+
+def _refuse_unloadable(library: Path) -> None:
+    """A file system that is mounted noexec holds libraries that nobody can load."""
+    try:
+        with library.open("rb") as file:
+            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_EXEC, flags=mmap.MAP_PRIVATE).close()
+    except PermissionError as error:
+        raise CannotRunHere(
+            f"{library} cannot be loaded ({error.strerror}; is its file system mounted noexec?); "
+            "set MEMFIT_CACHE to a folder that allows it"
+        ) from error
 
 
 @functools.cache
@@ -288,7 +305,15 @@ def _compile(
     output: Path, soname: str, sources: Sequence[Path], build: TorchBuild, compiler: Sequence[str]
 ) -> None:
     includes = [f"-I{folder}" for folder in (NATIVE / "shim", NATIVE, *build.includes)]
-    linking = [f"-Wl,-soname,{soname}", "-Wl,-z,defs", "-o", str(output), *map(str, sources), "-ldl", "-lpthread"]
+    linking = [
+        f"-Wl,-soname,{soname}",
+        "-Wl,-z,defs",
+        "-o",
+        str(output),
+        *map(str, sources),
+        "-ldl",
+        "-lpthread",
+    ]
     done = subprocess.run(
         [*compiler, *FLAGS, *includes, *linking], capture_output=True, text=True, check=False
     )

@@ -23,8 +23,8 @@ def gpu_settings(
 ) -> dict[str, str]:
     """The MEMFIT_* variables that describe the device; the library reads them at its first call.
 
-    A forked child of a process that has not touched CUDA may still set them: that is how one process with torch
-    loaded serves many GPUs.
+    A forked child of a process that has not touched CUDA may still set them: that is how one process with
+    torch loaded serves many GPUs.
     """
     major, minor = gpu.compute_capability
     return {
@@ -49,6 +49,21 @@ def preloaded(stub: Stub, existing: str | None) -> str:
     return " ".join(ours + others)
 
 
+def compiler_caches(stub: Stub) -> dict[str, str]:
+    """Where compilers that run inside the child find the driver, and where they keep what they made.
+
+    What is tuned on a GPU that runs nothing must never be found by a real run later, so their caches are not
+    the user's.
+    """
+    root = stub.cuda.parent.parent
+    return {
+        "TRITON_LIBCUDA_PATH": str(stub.cuda.parent),
+        "TRITON_CACHE_DIR": str(root / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
+        "PYTORCH_KERNEL_CACHE_PATH": str(root / "kernels"),
+    }
+
+
 def gpu_environment(
     gpu: GPU,
     *,
@@ -61,12 +76,13 @@ def gpu_environment(
 ) -> dict[str, str]:
     """`base` (default: this process's environment) with everything that puts a child on the made-up `gpu`.
 
-    A CUDA_VISIBLE_DEVICES that hides every GPU is kept; one that picks among several becomes "0": there is one.
-    PYTORCH_ALLOC_CONF passes through untouched. Raises CannotRunHere when the library cannot be built.
+    A CUDA_VISIBLE_DEVICES that hides every GPU is kept; one that picks among several becomes "0": there is
+    one. PYTORCH_ALLOC_CONF passes through untouched. Raises CannotRunHere when the library cannot be built.
     """
     env = dict(os.environ if base is None else base)
     chosen = build_stub() if stub is None else stub
     env["LD_PRELOAD"] = preloaded(chosen, env.get("LD_PRELOAD"))
+    env.update(compiler_caches(chosen))
     if env.get("CUDA_VISIBLE_DEVICES", "").strip() not in ("", "-1"):
         env["CUDA_VISIBLE_DEVICES"] = "0"
     env.update(

@@ -57,9 +57,10 @@ def dynamic_symbols(path: Path) -> DynamicSymbols:
         for table in sections[sections["type"] == SHT_DYNSYM]:
             text = sections[table["link"]]
             names = data[int(text["offset"]) : int(text["offset"]) + int(text["size"])]
-            symbols = np.frombuffer(
-                data[int(table["offset"]) : int(table["offset"]) + int(table["size"])], SYMBOL
-            )
+            begin, size = int(table["offset"]), int(table["size"])
+            symbols = np.frombuffer(data[begin : begin + size], SYMBOL)[
+                1:
+            ]  # the first is empty by definition
             undefined.update(_names(names, symbols["name"][symbols["section"] == 0]))
             defined.update(_names(names, symbols["name"][symbols["section"] != 0]))
     return DynamicSymbols(defined=frozenset(defined), undefined=frozenset(undefined))

@@ -13,17 +13,19 @@
 #define API __attribute__((visibility("default")))
 
 typedef int (*Question)(void);
+typedef void (*End)(void *);
 
 static int interpreter_is_finalizing(void) {
-  Question ask = (Question)dlsym(RTLD_DEFAULT, "Py_IsFinalizing");        // public since 3.13
+  Question ask = (Question)dlsym(RTLD_DEFAULT, "Py_IsFinalizing");  // public since 3.13
   if (!ask) ask = (Question)dlsym(RTLD_DEFAULT, "_Py_IsFinalizing");
   return ask && ask();
 }
 
 API __attribute__((noreturn)) void pthread_exit(void *value) {
   while (interpreter_is_finalizing()) pause();
-  __attribute__((noreturn)) void (*end)(void *) = (__attribute__((noreturn)) void (*)(void *))dlsym(RTLD_NEXT, "pthread_exit");
-  end(value);
+  End end = (End)dlsym(RTLD_NEXT, "pthread_exit");
+  if (end) end(value);
+  abort();
 }
 
 // PyTorch's engine would wait ten seconds for a thread that is left waiting; it reads this when it ends.
