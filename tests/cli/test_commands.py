@@ -79,6 +79,20 @@ def test_no_plan_writes_no_plan_file(unfitted, run_fit, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_refuted_plan_is_shown_not_saved_and_ends_with_1(fitted, run_fit, tmp_path):
+    from dataclasses import replace
+
+    from memfit.planning.figures import Verified
+
+    refuted = Verified(passed=False, differences=("loss",), steps=3, max_relative_error=0.5, tolerance=1e-4)
+    report = replace(fitted, result=replace(fitted.result, verified=refuted))
+    code, out, err = run_fit(report, "--plan", str(tmp_path / "p.json"))
+    assert code == 1
+    assert "Use it" not in out
+    assert "the plan is refuted" in err and "5.0e-01, allowed 1.0e-04" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_traces_named_by_the_result_become_charts(fitted, run_fit, tmp_path):
     from dataclasses import replace
 

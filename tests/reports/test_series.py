@@ -77,3 +77,11 @@ def test_a_trace_without_phases_is_shown_whole():
     assert series.event_count == 2
     assert series.reserved is None
     assert series.peak_bytes == 1536
+
+
+def test_many_micro_batches_share_one_label():
+    builder = TraceBuilder()
+    for phase in ("forward", "backward") * 8 + ("optimizer",):
+        builder.free(builder.alloc(512, phase=phase), phase=phase)
+    labels = StepSeries.of(builder.build()).phase_labels()
+    assert labels == (("8 × forward and backward", 0, 31), ("optimizer", 32, 33))

@@ -51,9 +51,8 @@ def test_a_suggested_budget_is_never_too_small(unfitted):
 
 def test_cost_names_time_recompute_and_bound(fitted):
     assert verdict.cost(fitted.result) == (
-        "Predicted time: 412 ms → 438 ms a step (+6.4 %); 6.3 % of the plain step's time goes into "
-        "computing things again. No plan that keeps or recomputes can need less than 5.1 % within this "
-        "budget."
+        "Predicted time of a step: 412 ms → 438 ms (+6.4 %). No plan that keeps or recomputes can add less "
+        "than 5.1 % in this budget, or less than 5.4 % at this plan's own peak."
     )
 
 

@@ -90,8 +90,11 @@ def fit(
 ) -> int:
     """Find the fastest way to train a workload within a memory budget, and prove it.
 
-    Exit code 0 when a plan fits, 4 when none does.
+    Exit code 0 when a plan fits, 4 when none does, 1 when real steps refute the plan.
     """
+    from memfit.core.errors import ToolFailure
+    from memfit.reports.verdict import verification
+
     asked = Asked(
         workload=workload, gpu=gpu, budget=budget, allow=allow, verify=verify, engine=engine,
         report=report, plan_file=plan_file, png=png,
@@ -111,6 +114,8 @@ def fit(
         )
     else:
         _print(asked, shown, written)
+    if shown.is_refuted:
+        raise ToolFailure(f"the plan is refuted, do not use it. {verification(result).text}")
     return 0 if result.fits else EXIT_DOES_NOT_FIT
 
 
@@ -207,7 +212,7 @@ def _write(asked: Asked, report: FitReport) -> dict[str, Path]:
     from memfit.core.files import write_atomically
 
     written: dict[str, Path] = {}
-    if asked.plan_file is not None and report.result.plan is not None:
+    if asked.plan_file is not None and report.result.plan is not None and not report.is_refuted:
         written["plan"] = report.result.plan.save(asked.plan_file)
     if asked.report is not None:
         from memfit.reports.html import fit_page

@@ -13,7 +13,7 @@ from memfit.core.units import GIB, format_bytes, format_seconds
 from memfit.reports.account import Account
 from memfit.reports.palette import CATEGORY_PAINTS, PAINTS, in_order
 from memfit.reports.report import FitReport
-from memfit.reports.series import PHASE_LABELS, StepSeries
+from memfit.reports.series import StepSeries
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +26,12 @@ BUDGET = "#111827"
 PLAIN = "#7b8794"
 PLANNED = "#0f766e"
 DOTS_PER_INCH = 200
+LABEL_BOX: dict[str, Any] = {
+    "boxstyle": "round,pad=0.2",
+    "facecolor": "white",
+    "edgecolor": "none",
+    "alpha": 0.85,
+}
 
 STYLE: Mapping[str, Any] = {
     "font.size": 9,
@@ -99,23 +105,19 @@ def _mark_peak(axes: Axes, series: StepSeries) -> None:
         textcoords="offset points",
         ha="right" if right else "left",
         fontsize=8,
-        bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        bbox=LABEL_BOX,
         zorder=6,
     )
 
 
 def _mark_phases(axes: Axes, series: StepSeries) -> None:
     """The name of each phase above its stretch, a hairline between; thin stretches stay unnamed."""
-    for span in series.phases:
-        if span.first > 0:
-            axes.axvline(span.first, color=INK, linewidth=0.5, alpha=0.35)
-        if span.last - span.first > 0.1 * series.event_count:
-            middle = (span.first + span.last) / 2
-            transform = axes.get_xaxis_transform()
-            name = PHASE_LABELS.get(span.phase, span.phase)
-            axes.text(
-                middle, 1.01, name, transform=transform, ha="center", va="bottom", fontsize=8, color=MUTED
-            )
+    for name, first, last in series.phase_labels():
+        if first > 0:
+            axes.axvline(first, color=INK, linewidth=0.5, alpha=0.35)
+        if last - first > 0.1 * series.event_count:
+            x, transform = (first + last) / 2, axes.get_xaxis_transform()
+            axes.text(x, 1.01, name, transform=transform, ha="center", va="bottom", fontsize=8, color=MUTED)
 
 
 def composition_figure(report: FitReport) -> Figure:
@@ -251,7 +253,15 @@ def _mark_chosen(axes: Axes, report: FitReport, points: list[tuple[Any, float, f
     )
     axes.scatter([x], [y], s=130, facecolor="none", edgecolor=INK, linewidth=1.4, zorder=5)
     text = f"the plan: {format_seconds(result.planned.step_seconds)}"
-    axes.annotate(text, (x, y), xytext=(10, 10), textcoords="offset points", fontsize=8.5, fontweight="bold")
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=(10, 10),
+        textcoords="offset points",
+        fontsize=8.5,
+        fontweight="bold",
+        bbox=LABEL_BOX,
+    )
 
 
 def _highest(values: Any) -> int:

@@ -70,6 +70,11 @@ class FitReport:
         """There is a planned step, and it is not the plain one."""
         return self.result.planned is not None and bool(self.result.techniques)
 
+    @property
+    def is_refuted(self) -> bool:
+        """Real steps showed that the plan does not compute what plain training does."""
+        return self.result.verified is not None and self.result.verified.passed is False
+
     def account(self, figures: StepFigures) -> Account:
         """The account of the plain or the planned step on this GPU."""
         return Account.of(

@@ -168,6 +168,8 @@ def plan(report: FitReport) -> Markup | None:
         else "Save the plan with --plan plan.json; then, in your training script:"
     )
     code = [tag("p", saved), tag("pre", tag("code", "\n".join(["import memfit", "", *lines])))]
+    if report.is_refuted:
+        code = [tag("p", "Do not use it: it was not confirmed on real values, see below.")]
     caption = ORDINALS if mentions_ordinals(report.result.techniques) else "What changes"
     return section("The plan", "plan", tag("p", exactness), number_table(caption, heads, rows), code)
 

@@ -67,6 +67,16 @@ class StepSeries:
         """The most requested bytes alive at once in this step."""
         return int(self.total[self.peak_point])
 
+    def phase_labels(self) -> tuple[tuple[str, int, int], ...]:
+        """Names to write over stretches of events: each phase, or all micro-batches together."""
+        names = [span.phase for span in self.phases]
+        passes = names.count("backward")
+        if passes < 2:
+            return tuple((PHASE_LABELS.get(s.phase, s.phase), s.first, s.last) for s in self.phases)
+        end = len(names) - names[::-1].index("backward")
+        whole = (f"{passes} × forward and backward", self.phases[0].first, self.phases[end - 1].last)
+        return (whole, *((PHASE_LABELS.get(s.phase, s.phase), s.first, s.last) for s in self.phases[end:]))
+
     @classmethod
     def of(cls, trace: Trace, *, points: int = DEFAULT_POINTS) -> StepSeries | None:
         """The last step of `trace` in about `points` points; ``None`` for a trace without events."""

@@ -13,7 +13,7 @@ from memfit.core.units import GIB, format_bytes, format_seconds
 from memfit.reports.markup import Markup, tag
 from memfit.reports.palette import CATEGORY_PAINTS
 from memfit.reports.report import FitReport
-from memfit.reports.series import PHASE_LABELS, StepSeries
+from memfit.reports.series import StepSeries
 
 Floats = npt.NDArray[np.float64]
 
@@ -27,7 +27,7 @@ class Frame:
     left: float = 46
     right: float = 10
     top: float = 30
-    bottom: float = 40
+    bottom: float = 52
     x_low: float = 0.0
     x_high: float
     y_low: float = 0.0
@@ -84,7 +84,8 @@ def timeline(series: StepSeries, *, top_bytes: int, budget_bytes: int, label: st
     clip = tag("clipPath", clip_box, id=f"{identifier}-clip")
     over = tag("g", reserved, _peak(series, frame), class_="over", clip_path=f"url(#{identifier}-clip)")
     return frame.tag(
-        clip, _grid(frame, "GiB"), areas, over, _phases(series, frame), _level(frame, budget_bytes), cursor,
+        clip, _grid(frame, "GiB"), areas, over, _phases(series, frame), _level(frame, budget_bytes),
+        _x_ticks(frame), cursor,
         _x_title(frame, "allocation events of the last step, in order"),
         label=label, id=identifier, class_="chart timeline", tabindex="0",
     )  # fmt: skip
@@ -143,14 +144,13 @@ def _peak(series: StepSeries, frame: Frame) -> Markup:
 
 def _phases(series: StepSeries, frame: Frame) -> Markup:
     marks: list[Markup] = []
-    for span in series.phases:
-        middle = frame.x((span.first + span.last + 1) / 2)
-        if span.first > 0:
-            x = f"{frame.x(span.first):.1f}"
+    for name, first, last in series.phase_labels():
+        if first > 0:
+            x = f"{frame.x(first):.1f}"
             marks.append(tag("line", x1=x, x2=x, y1=frame.top - 14, y2=frame.top + frame.inner_height))
-        if span.last - span.first > 0.12 * series.event_count:
-            name = PHASE_LABELS.get(span.phase, span.phase)
-            marks.append(tag("text", name, x=f"{middle:.1f}", y=frame.top - 6, text_anchor="middle"))
+        if last - first > 0.12 * series.event_count:
+            middle = f"{frame.x((first + last + 1) / 2):.1f}"
+            marks.append(tag("text", name, x=middle, y=frame.top - 6, text_anchor="middle"))
     return tag("g", marks, class_="phases")
 
 
@@ -195,7 +195,7 @@ def _x_ticks(frame: Frame) -> Markup:
     y = frame.top + frame.inner_height
     ticks = [tag("text", f"{value:g}", x=f"{frame.x(value):.1f}", y=y + 15, text_anchor="middle")
              for value in nice_ticks(frame.x_low, frame.x_high)]  # fmt: skip
-    return tag("g", ticks, class_="grid")
+    return tag("g", ticks, class_="ticks")
 
 
 def front(report: FitReport) -> Markup | None:
@@ -230,7 +230,6 @@ def _front_frame(xs: Sequence[float], ys: Sequence[float]) -> Frame:
         x_high=max(xs) + 0.06 * width,
         y_low=min(ys) - 0.08 * height,
         y_high=max(ys) + 0.08 * height,
-        bottom=52,
     )
 
 

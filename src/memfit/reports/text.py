@@ -97,7 +97,8 @@ def fit_text(report: FitReport) -> RenderableType:
         return Group(*parts, "", *_what_to_try(report), *_notes(report))
     if report.changes_something:
         parts += ["", _heading("The plan"), *_plan(report)]
-        parts += ["", _heading("What it costs"), _indent(_cost_table(report)), _indent(_cost_text(report))]
+        parts += ["", _heading("What it costs"), _indent(_cost_table(report))]
+        parts += [_indent(Text(bound)) for bound in verdict.bounds(result)]
         parts += ["", _heading("Verified"), _statement(verdict.verification(result))]
     return Group(*parts, *_notes(report), *_apply(report))
 
@@ -176,16 +177,6 @@ PEAKS = (
 )
 
 
-def _cost_text(report: FitReport) -> Text:
-    result = report.result
-    if not result.recompute_percent:
-        return Text("Nothing is computed twice.")
-    text = f"{result.recompute_percent:.1f} % of the plain step is computed again"
-    if result.lower_bound_percent is not None:
-        text += f"; no plan that keeps or recomputes can need less than {result.lower_bound_percent:.1f} %"
-    return Text(text + ".")
-
-
 def _what_to_try(report: FitReport) -> list[RenderableType]:
     steps = verdict.next_steps(report.result, allow=report.allow)
     return [_heading("What would help"), *(_point(step) for step in steps)]
@@ -201,7 +192,7 @@ def _point(text: str) -> RenderableType:
 
 
 def _apply(report: FitReport) -> list[RenderableType]:
-    if not report.changes_something:
+    if not report.changes_something or report.is_refuted:
         return []
     path = report.plan_path or "plan.json"
     note = "" if report.plan_path else f"save the plan with --plan {path}, then"

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.core.units import format_bytes, format_seconds
-from memfit.planning.figures import StepFigures
+from memfit.planning.figures import StepFigures, Verified
 from memfit.planning.plan import FitResult
+
+MOST_DIFFERENCES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,26 +88,22 @@ def time_change_percent(result: FitResult) -> float | None:
 
 
 def cost(result: FitResult) -> str:
-    """What the plan costs in time, against the least that it could cost."""
+    """What the plan costs in time, and the least that it could cost."""
     change = time_change_percent(result)
     if result.planned is None or change is None:
         return ""
-    times = (
-        f"{format_seconds(result.plain.step_seconds)} → {format_seconds(result.planned.step_seconds)} a step"
-    )
-    text = f"Predicted time: {times} ({signed_percent(change)})"
-    if result.recompute_percent:
-        text += (
-            f"; {result.recompute_percent:.1f} % of the plain step's time goes into computing things again"
-        )
-    return f"{text}.{_bound(result)}"
+    times = f"{format_seconds(result.plain.step_seconds)} → {format_seconds(result.planned.step_seconds)}"
+    return " ".join([f"Predicted time of a step: {times} ({signed_percent(change)}).", *bounds(result)])
 
 
-def _bound(result: FitResult) -> str:
+def bounds(result: FitResult) -> tuple[str, ...]:
+    """The certified least recomputation, where the plan changes nothing but what is kept and recomputed."""
     if result.lower_bound_percent is None:
-        return ""
+        return ()
     least = f"{result.lower_bound_percent:.1f} %"
-    return f" No plan that keeps or recomputes can need less than {least} within this budget."
+    text = f"No plan that keeps or recomputes can add less than {least} in this budget"
+    own = result.lower_bound_at_peak_percent
+    return (f"{text}." if own is None else f"{text}, or less than {own:.1f} % at this plan's own peak.",)
 
 
 def signed_percent(value: float) -> str:
@@ -126,7 +124,7 @@ def verification(result: FitResult) -> Verdict:
     where = f"{verified.steps} real optimizer steps on {verified.device}, {verified.scale or 'full size'}"
     if not verified.passed:
         return Verdict(
-            good=False, text=f"Not the same ({where}): {'; '.join(verified.differences) or verified.reason}."
+            good=False, text=f"Not the same as plain training ({where}): {_differences(verified)}."
         )
     if verified.bitwise:
         return Verdict(
@@ -136,6 +134,16 @@ def verification(result: FitResult) -> Verdict:
     error = verified.max_relative_error or 0.0
     limit = f"largest relative difference {error:.1e}, allowed {verified.tolerance:.1e}"
     return Verdict(good=True, text=f"Equal to plain training within tolerance: {limit} ({where}).")
+
+
+def _differences(verified: Verified) -> str:
+    """What differs, by how much at most, and what was allowed."""
+    named = "; ".join(verified.differences[:MOST_DIFFERENCES]) or verified.reason or "the results"
+    more = " and more" if len(verified.differences) > MOST_DIFFERENCES else ""
+    if verified.max_relative_error is None:
+        return f"{named}{more}"
+    error, allowed = verified.max_relative_error, verified.tolerance
+    return f"{named}{more}; largest relative difference {error:.1e}, allowed {allowed:.1e}"
 
 
 def to_mind(result: FitResult) -> tuple[str, ...]:

@@ -68,7 +68,7 @@
         this.series.reserved.forEach((bytes, i) => { d += `H${edges[i]}V${this.y(bytes).toFixed(1)}`; });
         reserved.setAttribute("d", d + `H${edges[edges.length - 1]}`);
       }
-      for (const part of [".peak", ".phases"]) this.svg.querySelector(part).setAttribute("visibility", whole ? "visible" : "hidden");
+      for (const part of [".peak", ".phases", ".ticks"]) this.svg.querySelector(part).setAttribute("visibility", whole ? "visible" : "hidden");
     }
     show(point) {
       this.at = point;
