@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.core.errors import UsageError
+from memfit.techniques.key_value_caches import CacheSeed, is_cache, seed_of
 from memfit.techniques.module_state import BlockMemory, StateWatch
 from memfit.techniques.saved_operations import SavedOperations
 from memfit.techniques.selective import Replay, selective_modes
@@ -83,22 +83,17 @@ class CheckpointedForward:
     def _checkpointed(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         block = self._block()
         assert block is not None, "a forward outlived its block"
-        args, kwargs = without_caches(block, self.name, args, kwargs)
-        tensors: list[torch.Tensor] = []
-        args, kwargs = (
-            _take_out(args, tensors),
-            {key: _take_out(value, tensors) for key, value in kwargs.items()},
-        )
+        arguments = _Arguments(block, self.name, args, kwargs)
 
-        def run(*given: torch.Tensor) -> Any:
-            return original(
-                *_put_back(args, given), **{key: _put_back(value, given) for key, value in kwargs.items()}
-            )
+        def run(*tensors: torch.Tensor) -> Any:
+            args, kwargs = arguments.with_tensors(tensors)
+            return original(*args, **kwargs)
 
         watch = StateWatch(block, self._memory)
-        # Every tensor goes in by position: PyTorch looks for devices (random state) and nesting among those
-        # only.
-        output = checkpoint(run, *tensors, use_reentrant=False, context_fn=lambda: self._contexts(watch))
+        # All tensors go in by position: PyTorch looks for devices (random state) and nesting among those.
+        output = checkpoint(
+            run, *arguments.tensors, use_reentrant=False, context_fn=lambda: self._contexts(watch)
+        )
         watch.finish()
         return output
 
@@ -138,42 +133,33 @@ class _Slot:
         self.index = index
 
 
-def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with tensors replaced by slots. Looks into tuples only: a list or dict may be there to be
-    filled."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
-    return tuple(_take_out(inner, tensors) for inner in value) if type(value) is tuple else value
+class _Arguments:
+    """A call's arguments, to be given again: tensors by slot, caches by what they were. All else as it is."""
+
+    def __init__(self, block: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._block, self._name = block, name
+        self._args = self._taken_out(args)
+        self._kwargs = {key: self._taken_out(value) for key, value in kwargs.items()}
+        del self._block
+
+    def with_tensors(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, dict[str, Any]]:
+        """The arguments for one run of the block."""
+        return _put_back(self._args, tensors), {k: _put_back(v, tensors) for k, v in self._kwargs.items()}
+
+    def _taken_out(self, value: Any) -> Any:
+        """Looks into tuples only: a list or dict may be there to be filled."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return _Slot(len(self.tensors) - 1)
+        if type(value) is tuple:
+            return tuple(self._taken_out(inner) for inner in value)
+        return seed_of(value, self._block, self._name) if is_cache(value) else value
 
 
 def _put_back(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
     if isinstance(value, _Slot):
         return tensors[value.index]
+    if isinstance(value, CacheSeed):
+        return value.make()
     return tuple(_put_back(inner, tensors) for inner in value) if type(value) is tuple else value
-
-
-def without_caches(block: nn.Module, name: str, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments with empty key/value caches (transformers) taken away, as transformers' own
-    checkpointing does: a recompute would append to the cache a second time.
-
-    Raises:
-        UsageError: a cache that holds something (a prefix), which the block needs.
-    """
-    layer = next((m.layer_idx for m in block.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
-
-    def stripped(value: Any) -> Any:
-        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
-            return value
-        if int(value.get_seq_length(layer)) > 0:
-            raise UsageError(
-                f"block {name!r} was given a key/value cache that is not empty; a recompute would append to "
-                "it again. Leave gradient checkpointing off where a cache with a prefix is trained (prefix "
-                "tuning)"
-            )
-        return None
-
-    kwargs = {key: stripped(value) for key, value in kwargs.items()}
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    return tuple(stripped(value) for value in args), kwargs
