@@ -10,10 +10,12 @@ from memfit.reports.report import FitReport
 
 
 def section(title: str, identifier: str, *content: Content) -> Markup:
+    """A section with its heading."""
     return tag("section", tag("h2", title, id=identifier), *content, aria_labelledby=identifier)
 
 
 def gpu_name(report: FitReport) -> str:
+    """The GPU's name, or what the result calls it."""
     return report.result.gpu if report.gpu is None else report.gpu.name
 
 
@@ -26,6 +28,7 @@ def steps_shown(report: FitReport) -> list[tuple[str, StepFigures]]:
 
 
 def swatch(key: str) -> Markup:
+    """A small square in a category's colour."""
     return tag("span", class_=f"swatch fill-{key}", aria_hidden="true")
 
 
@@ -37,8 +40,10 @@ def number_table(caption: str, heads: Sequence[tuple[str, bool]], rows: Iterable
 
 
 def number(text: str) -> Markup:
+    """A cell that holds a number."""
     return tag("td", text, class_="number")
 
 
 def percent(part: int, whole: int) -> str:
+    """A share as text; empty where there is no whole."""
     return f"{100 * part / whole:.1f} %" if whole else ""

@@ -20,6 +20,7 @@ MOST_CANDIDATES = 60
 
 
 def composition(report: FitReport) -> Markup:
+    """What is alive at the peak, plain beside planned."""
     steps = steps_shown(report)
     sizes = [_complete(figures) for _, figures in steps]
     largest = max((size for by_category in sizes for size in by_category.values()), default=1)
@@ -73,6 +74,7 @@ def _complete(figures: StepFigures) -> dict[str, int]:
 
 
 def account(report: FitReport) -> Markup:
+    """The device's memory, part by part, as bars and as a table."""
     accounts = [(name, report.account(figures)) for name, figures in steps_shown(report)]
     scale = max(*(account.total_bytes for _, account in accounts), report.capacity_bytes or 0)
     bars = [
@@ -149,6 +151,7 @@ def _stack(account: Account, scale: int) -> Markup:
 
 
 def plan(report: FitReport) -> Markup | None:
+    """What changes in which part of the model, and the lines that apply it; ``None`` without a plan."""
     if not report.changes_something:
         return None
     rows = [
@@ -175,6 +178,7 @@ def plan(report: FitReport) -> Markup | None:
 
 
 def cost(report: FitReport) -> Markup | None:
+    """Peaks and times, plain beside planned; ``None`` without a plan."""
     result = report.result
     if not report.changes_something or result.planned is None:
         return None
@@ -199,6 +203,7 @@ def _cost_row(label: str, *numbers: str) -> Markup:
 
 
 def tried(report: FitReport) -> Markup | None:
+    """The front of everything that was tried; ``None`` where nothing was kept."""
     chart = svg.front(report)
     if chart is None:
         return None
@@ -241,6 +246,7 @@ def _candidate_row(candidate: Candidate, report: FitReport) -> Markup:
 
 
 def verified(report: FitReport) -> Markup | None:
+    """What real steps showed; ``None`` where there was nothing to compare."""
     verified = report.result.verified
     if not report.changes_something:
         return None
@@ -265,6 +271,7 @@ def verified(report: FitReport) -> Markup | None:
 
 
 def mind(report: FitReport) -> Markup | None:
+    """What limits the result; ``None`` where nothing does."""
     lines = verdict.to_mind(report.result)
     if not lines:
         return None
@@ -272,6 +279,7 @@ def mind(report: FitReport) -> Markup | None:
 
 
 def again(report: FitReport) -> Markup:
+    """The command, the times and the versions behind the page."""
     planning, wall = report.result.planning_seconds, report.result.wall_seconds
     seconds = f"Planning took {format_seconds(planning)} of {format_seconds(wall)}."
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
