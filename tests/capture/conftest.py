@@ -14,6 +14,8 @@ def python_without_torch():
 
     def run(code):
         script = f"{code}\nimport sys; print('torch' if 'torch' in sys.modules else '', end='')"
-        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout
 
     return run

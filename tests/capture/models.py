@@ -13,7 +13,9 @@ from memfit.core.workload import Workload
 class MLP(nn.Module):
     def __init__(self, width=128, layers=3):
         super().__init__()
-        parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.LayerNorm(width), nn.GELU())]
+        parts = [
+            part for _ in range(layers) for part in (nn.Linear(width, width), nn.LayerNorm(width), nn.GELU())
+        ]
         self.net = nn.Sequential(*parts, nn.Linear(width, 10))
 
     def forward(self, x):
@@ -47,7 +49,11 @@ class Block(nn.Module):
         batch, length, width = x.shape
         parts = self.qkv(self.ln1(x)).split(width, 2)
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        mixed = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, length, width)
+        )
         x = x + F.dropout(self.proj(mixed), self.dropout, self.training)
         return x + F.dropout(self.down(F.gelu(self.up(self.ln2(x)))), self.dropout, self.training)
 

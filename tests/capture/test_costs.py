@@ -1,4 +1,4 @@
-"""FLOPs against PyTorch's counter, bytes against what each operator must touch, seconds against the roofline's own terms."""
+"""FLOPs against PyTorch's counter, bytes against what each operator must touch, seconds against the roofline."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_flops_equal_pytorchs_counter(workload):
 
 def test_attention_on_the_cpu_is_counted_though_pytorch_has_no_formula():
     graph = capture_step(gpt())
-    # Per block: two products of batch x heads x length x length x width forward, five backward (one is recomputation).
+    # Per block: two products of batch x heads x length x length x width forward, and five backward.
     square = 2 * 4 * 4 * 32 * 32 * 16
     assert graph.flops == counted(gpt()) + 2 * 7 * square
 
@@ -62,7 +62,9 @@ def test_recomputation_is_summed_apart():
     costs = CostMode(A100, device="cpu")
     with costs:
         step.run(costs.on_phase)
-    assert costs.flops_by_phase["recompute"] == capture_step(gpt(recompute="non-reentrant")).recompute_flops > 0
+    assert (
+        costs.flops_by_phase["recompute"] == capture_step(gpt(recompute="non-reentrant")).recompute_flops > 0
+    )
 
 
 aten = torch.ops.aten
@@ -164,7 +166,5 @@ def test_foreach_moves_more_than_fused():
     moved = [sum(op.bytes_moved for op in g.ops if op.phase == "optimizer") for g in (fused, foreach)]
     assert moved[1] > 2 * moved[0]
     parameters = sum(s.size_bytes for s in fused.storages if s.category == "parameter")
-    # Read parameter, gradient and two moments; written, all four (the gradient as the schema says) and the counters.
+    # Parameter, gradient and two moments are read; all four are written (the gradient says the schema).
     assert moved[0] == pytest.approx(8 * parameters, rel=0.05)
-
-

@@ -16,9 +16,18 @@ from memfit.core.timeline import Timeline
 @st.composite
 def graphs(draw):
     count = draw(st.integers(1, 12))
-    phases = draw(st.lists(st.sampled_from(["forward", "backward", "recompute"]), min_size=count, max_size=count))
+    phases = draw(
+        st.lists(st.sampled_from(["forward", "backward", "recompute"]), min_size=count, max_size=count)
+    )
     ops = tuple(
-        Op(index=i, name=f"aten.op{i % 3}.default", module=f"layer.{i % 4}", phase=phase, flops=i, inputs=(i,))
+        Op(
+            index=i,
+            name=f"aten.op{i % 3}.default",
+            module=f"layer.{i % 4}",
+            phase=phase,
+            flops=i,
+            inputs=(i,),
+        )
         for i, phase in enumerate(phases)
     )
     storages = []
@@ -93,7 +102,8 @@ def test_a_storage_that_dies_in_an_operator_is_alive_while_it_runs():
 
 
 @pytest.mark.parametrize(
-    "broken", [{}, {"schema_version": 99}, {"schema_version": 1}, {"schema_version": 1, "ops": {"name": [1], "x": []}}]
+    "broken",
+    [{}, {"schema_version": 99}, {"schema_version": 1}, {"schema_version": 1, "ops": {"name": [1], "x": []}}],
 )
 def test_broken_json_is_an_input_error(broken):
     with pytest.raises(InputError):

@@ -1,4 +1,4 @@
-"""One training step against a plain loop: same numbers, micro-batches with the whole batch's gradients, clear refusals."""
+"""One training step against a plain loop: same numbers, micro-batches with the whole batch's gradients."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_micro_batches_are_weighted_by_the_labels_that_count():
     labels[:2, 5:] = -100  # the first half has few labels
 
     def loss(model, batch):
-        return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        return F.cross_entropy(
+            model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100
+        )
 
     def weigh(batch):
         return float((batch["labels"] != -100).sum())
@@ -138,7 +140,11 @@ def test_frozen_parameters_are_not_the_optimizers():
     ("change", "error", "text"),
     [
         ({"model": lambda: 3}, UsageError, "must return a torch.nn.Module, not int"),
-        ({"optimizer": lambda parameters: None}, UsageError, "must return a torch.optim.Optimizer, not NoneType"),
+        (
+            {"optimizer": lambda parameters: None},
+            UsageError,
+            "must return a torch.optim.Optimizer, not NoneType",
+        ),
         ({"loss": lambda model, batch: 1.0}, WorkloadFailed, "not float"),
         ({"loss": lambda model, batch: model(batch[0])}, WorkloadFailed, r"not a tensor of shape \(64, 10\)"),
         ({"loss": lambda model, batch: torch.tensor(1.0)}, WorkloadFailed, "requires a gradient"),

@@ -1,4 +1,4 @@
-"""The tracker against the CPU's own allocator, autograd's saved tensors and models whose operators are known."""
+"""The tracker against the CPU's own allocator, autograd's saved tensors and models that are known."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def allocator_peak(step):
             step.run()
     finally:
         gc.enable()
-    events = [(e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [
+        (e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"
+    ]
     live = peak = 0
     for _, change in sorted(events, key=lambda event: event[0]):
         live += change
@@ -123,7 +125,9 @@ def test_saved_storages_are_those_that_autograd_packs():
         packed[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    state = {t.untyped_storage()._cdata for t in [*step.model.parameters(), *step.model.buffers(), *step.batch]}
+    state = {
+        t.untyped_storage()._cdata for t in [*step.model.parameters(), *step.model.buffers(), *step.batch]
+    }
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = step.workload.loss(step.model, step.batch)
     expected = sum(storage.nbytes() for key, storage in packed.items() if key not in state)
@@ -150,7 +154,12 @@ def test_every_backward_operator_lands_in_its_module(recompute):
     for module, expected in BLOCK_BACKWARD.items():
         names = {op.name for op in backward if op.module == module}
         assert expected <= names, module
-        assert names <= expected | {"aten.detach.default", "aten.add.Tensor", "aten.add_.Tensor", "aten.transpose.int"}, module
+        assert names <= expected | {
+            "aten.detach.default",
+            "aten.add.Tensor",
+            "aten.add_.Tensor",
+            "aten.transpose.int",
+        }, module
     in_block = Counter(op.name for op in backward if op.module == "blocks.1")
     assert in_block["aten.gelu_backward.default"] == 1
     assert any("scaled_dot_product" in name for name in in_block)
@@ -164,7 +173,9 @@ def test_recomputation_is_flagged_and_in_its_block(recompute):
     again = [op for op in graph.ops if op.phase == "recompute"]
     assert {op.module.split(".")[1] for op in again if op.module} == {"0", "1"}
     assert all(op.module.startswith("blocks.") for op in again)
-    forward = Counter(op.name for op in plain.ops if op.phase == "forward" and op.module.startswith("blocks."))
+    forward = Counter(
+        op.name for op in plain.ops if op.phase == "forward" and op.module.startswith("blocks.")
+    )
     repeated = Counter(op.name for op in again if not op.is_view)
     assert repeated["aten.native_layer_norm.default"] == forward["aten.native_layer_norm.default"] == 4
     assert repeated["aten.gelu.default"] == forward["aten.gelu.default"] == 2
@@ -186,7 +197,9 @@ def test_in_place_operators_write_what_they_write():
     state = {s.id for s in graph.storages if s.category in ("parameter", "optimizer_state") and s.born < 0}
     assert state <= written
     views = [op for op in graph.ops if op.is_view]
-    assert views and all(op.bytes_moved == 0 and not op.mutates and set(op.outputs) <= set(op.inputs) for op in views)
+    assert views and all(
+        op.bytes_moved == 0 and not op.mutates and set(op.outputs) <= set(op.inputs) for op in views
+    )
 
 
 def test_micro_batches_save_less_at_once():
@@ -232,5 +245,8 @@ def test_second_derivatives_are_refused():
 
 
 def test_meta_tensors_give_the_cpus_lives():
-    real, meta = capture_step(mlp(optimizer=ADAMW["loop"])), capture_step(mlp(optimizer=ADAMW["loop"]), device="meta")
+    real, meta = (
+        capture_step(mlp(optimizer=ADAMW["loop"])),
+        capture_step(mlp(optimizer=ADAMW["loop"]), device="meta"),
+    )
     assert meta.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)

@@ -29,6 +29,7 @@ MISSING: Any = object()
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses unpack into these before they get here
 _CPU = torch.device("cpu")
+_graph_task = torch._C._current_graph_task_id
 _WORK_BYTES = 4 * LARGEST_BYTES
 _ALIASING = ("aten::set_", "aten::resize_")  # change what storage a tensor has, not what is in it
 _OVERWRITING = (
@@ -92,7 +93,7 @@ class TrueValues:
     def __init__(self, note_read: NoteRead, special: Mapping[Any, Special]) -> None:
         self.note_read = note_read
         self._special = special
-        self._known: dict[int, torch.UntypedStorage] = {}  # by the storage's _cdata, while it lives
+        self._known: dict[int, torch.UntypedStorage] = {}  # by the address of the storage, while it lives
         self._uniform: dict[int, Any] = {}  # storages that hold one value throughout, of any size
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._plans: dict[Any, _Plan] = {}
@@ -114,7 +115,7 @@ class TrueValues:
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A CPU tensor of the same shape with the true values, or None where they are not known."""
-        key = tensor.untyped_storage()._cdata
+        key = address_of(tensor)
         storage = self._known.get(key)
         if storage is not None:
             view = torch.empty(0, dtype=tensor.dtype)
@@ -130,14 +131,14 @@ class TrueValues:
 
     def uniform(self, tensor: torch.Tensor) -> Any:
         """The one value that ``tensor`` holds throughout, or `MISSING`."""
-        return self._uniform.get(tensor.untyped_storage()._cdata, MISSING)
+        return self._uniform.get(address_of(tensor), MISSING)
 
     def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """From now on ``tensor`` holds ``value``."""
         storage = tensor.untyped_storage()
-        if storage.nbytes() > LARGEST_BYTES:
+        if not 0 < storage.nbytes() <= LARGEST_BYTES:
             return
-        key = storage._cdata
+        key = storage.data_ptr()
         if key not in self._known:
             self._uniform.pop(key, None)
             self._known[key] = torch.UntypedStorage(storage.nbytes())
@@ -152,12 +153,12 @@ class TrueValues:
         if storage.nbytes() <= LARGEST_BYTES:
             self.learn(tensor, torch.full((), value, dtype=tensor.dtype))
         else:
-            self._uniform[storage._cdata] = value
-            self._watch(storage._cdata, storage)
+            self._uniform[storage.data_ptr()] = value
+            self._watch(storage.data_ptr(), storage)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """``tensor`` was overwritten with something that is not known."""
-        key = tensor.untyped_storage()._cdata
+        key = address_of(tensor)
         self._known.pop(key, None)
         self._uniform.pop(key, None)
 
@@ -166,7 +167,8 @@ class TrueValues:
         dtype = tensor.dtype
         if dtype in WHOLE:
             return tensor.numel() * tensor.element_size() <= LARGEST_BYTES
-        return dtype in FLOATS and tensor.numel() <= MOST_FLOATS
+        # No gradients: see `address_of`.
+        return dtype in FLOATS and tensor.numel() <= MOST_FLOATS and _graph_task() == -1
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Repeat on the shadows what ``func`` did on the device; where that cannot be, forget what it
@@ -226,13 +228,14 @@ class TrueValues:
                 ):
                     return True
         return bool(plan.writes) and any(
-            tensor.untyped_storage()._cdata in self._watched for tensor in plan.written(args, kwargs)
+            address_of(tensor) in self._watched for tensor in plan.written(args, kwargs)
         )
 
     def _begin(self, tensor: torch.Tensor) -> None:
         """A shadow for a tensor that is overwritten as a whole."""
-        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        if whole and self.keeps(tensor):
+        if not self.keeps(tensor) or address_of(tensor) != tensor.data_ptr():
+            return
+        if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
             self.learn(tensor, torch.zeros((), dtype=tensor.dtype))
 
     def _adopt(self, results: list[torch.Tensor], true: list[torch.Tensor]) -> None:
@@ -240,7 +243,7 @@ class TrueValues:
             if not result.is_cuda:
                 if result is not value:
                     result.copy_(value)
-            elif result.untyped_storage()._cdata not in self._known and self.keeps(result):
+            elif address_of(result) not in self._known and self.keeps(result):
                 self.learn(result, value)
 
     def _lose(
@@ -255,6 +258,8 @@ class TrueValues:
             self.forget(tensor)
         host = [result for result in results if not result.is_cuda and result.device.type == "cpu"]
         if not host or _saves_storage(plan, host[0]):
+            return
+        if plan.random:  # attention returns its seed and offset on the host: no device value is in them
             return
         for result in host:
             _fill(result)
@@ -282,6 +287,17 @@ class TrueValues:
             watched.pop(key, None)
 
         watched[key] = weakref.ref(storage, died)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage.
+
+    Not by ``untyped_storage()``: that makes a Python object which counts as a user of the storage, and autograd adds
+    gradients up in place only in a storage that has one user. So it is asked for known, small tensors only.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return 0
+    return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
