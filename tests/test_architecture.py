@@ -55,6 +55,7 @@ CHILD_MODULES = {
     "memfit.dryrun.assumptions",
     "memfit.dryrun.child",
     "memfit.dryrun.collect",
+    "memfit.dryrun.interception",
     "memfit.dryrun.labels",
     "memfit.dryrun.owners",
     "memfit.dryrun.probe",

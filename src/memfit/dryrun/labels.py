@@ -1,7 +1,7 @@
 """Which phase, operation and module is allocating: a short text that PyTorch stamps on each allocator event.
 
 The allocator's history keeps, with every event, a text that the thread has set (``_cuda_setMemoryMetadata``).
-The dispatch mode sets it before each operation, so the history can be read back operation by operation.
+The probe sets it before each operation, so the history can be read back operation by operation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from memfit.dryrun.history import SEPARATOR
 
 _MOST_NODES = 1_000_000
+_MOST_VIEWS = 8  # in a row
 
 _graph_task = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
@@ -77,7 +78,16 @@ class Labels:
             self._note_node(module)
             return "recompute", module
         node = _node()
-        return "backward", self._by_node.get(node._sequence_nr(), "") if node is not None else ""
+        return "backward", "" if node is None else self._module_of(node._sequence_nr())
+
+    def _module_of(self, number: int) -> str:
+        """The module that made the node; of nodes that only make views, which are not seen, the one
+        before."""
+        for earlier in range(number, number - _MOST_VIEWS, -1):
+            module = self._by_node.get(earlier)
+            if module is not None:
+                return module
+        return ""
 
     def _note_node(self, module: str) -> None:
         if module and torch.is_grad_enabled() and len(self._by_node) < _MOST_NODES:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memfit.dryrun.history import Mark, Position
+from memfit.dryrun.shadow import address_of
 
 
 class Owners:
@@ -53,12 +54,8 @@ class Owners:
 def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
-        if (
-            type(local) in (torch.Tensor, torch.nn.Parameter)
-            and local.is_cuda
-            and local.layout is torch.strided
-        ):
-            address = local.untyped_storage().data_ptr()
+        if type(local) in (torch.Tensor, torch.nn.Parameter) and local.is_cuda:
+            address = address_of(local)
             if address:
                 yield address
 

@@ -1,4 +1,4 @@
-"""What watches a script while it runs on the made-up GPU: one dispatch mode and a few hooks, and the account
+"""What watches a script while it runs on the made-up GPU: the operations, a few hooks, and the account
 of it."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.dryrun import frames
 from memfit.dryrun.assumptions import true_values
 from memfit.dryrun.history import History, Observations, PhaseChange, Position, read_history
+from memfit.dryrun.interception import Interception
 from memfit.dryrun.labels import Labels, op_name
 from memfit.dryrun.owners import Owners
 from memfit.dryrun.places import is_user_file
@@ -36,7 +36,7 @@ _CUDNN = {
 _UPLOADS = frozenset({aten._to_copy.default, aten.copy_.default})
 
 
-class Probe(TorchDispatchMode):
+class Probe:
     """Watches this process from `start` on.
 
     Args:
@@ -44,22 +44,14 @@ class Probe(TorchDispatchMode):
         end: ends the run; does not return.
     """
 
-    # The mode sees the operations of higher-order operators and of compiled code when they run, not while
-    # they compile.
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
     def __init__(self, *, steps: int | None, end: Callable[[], None]) -> None:
-        super().__init__()
         self._process = os.getpid()
         self.recording = Recording(self.is_ours)
         self.labels = Labels()
         self.owners = Owners(self.recording.position)
         self.values = true_values(self._note_read)
         self.steps = StepCounter(steps, before=self._before_step, after=self._after_step, end=end)
+        self._interception = Interception(self._run)
         self.labels.on_new_root = self.owners.note_model
         self.unknown: collections.Counter[str] = collections.Counter()
         self._reads: collections.Counter[tuple[frames.Place, str, str]] = collections.Counter()
@@ -82,13 +74,10 @@ class Probe(TorchDispatchMode):
         self.steps.install()
         self._watch_backward()
         torch.cuda._lazy_call(self._watch_shortage)
-        os.register_at_fork(after_in_child=self._leave_child)
-        self.__enter__()
+        self._interception.install()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._process == 0:
-            return func(*args, **kwargs)
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operation, with its label, its shadows and its shortage of memory."""
         self.labels.stamp(func)
         try:
             out = self.values.call(func, args, kwargs)
@@ -236,10 +225,6 @@ class Probe(TorchDispatchMode):
             self._shortage = (asked, free, reserved)
 
         getattr(torch._C, "_cuda_attach_out_of_memory_observer")(shortage)  # noqa: B009
-
-    def _leave_child(self) -> None:
-        """A forked child of the script's is not watched, and its operations run as if there were no mode."""
-        self._process = 0
 
 
 def is_shortage(error: BaseException | None) -> bool:

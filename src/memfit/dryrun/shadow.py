@@ -292,8 +292,9 @@ class TrueValues:
 def address_of(tensor: torch.Tensor) -> int:
     """The address of the tensor's storage.
 
-    Not by ``untyped_storage()``: that makes a Python object which counts as a user of the storage, and autograd adds
-    gradients up in place only in a storage that has one user. So it is asked for known, small tensors only.
+    Not by ``untyped_storage()``: that makes a Python object which counts as a user of the storage, and
+    autograd adds gradients up in place only in a storage that has one user. So it is asked for known, small
+    tensors only.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return 0
