@@ -1,4 +1,4 @@
-"""Tries plans on the made-up GPU (or a real one): many in one process, or one in a process of its own. Child side.
+"""Tries plans on the made-up GPU or the imitated one: many in one process, or one in a process of its own. Child side.
 
 In one process each plan meets the allocator as a fresh process would: the optimizer's state is dropped, cached memory
 is given back, and the steps run from the first one on. What the process keeps between plans are the model's parameters.
@@ -7,8 +7,9 @@ is given back, and the steps run from the first one on. What the process keeps b
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,20 +32,30 @@ QUICK_STEPS = 1
 _COUNTERS = ("requested", "allocated", "reserved")
 
 
+ROOMY_BYTES = 4 << 40
+"""Memory of the device that plans are tried on: steps that do not fit the real one are measured as well."""
+
+
 class Session:
-    """One workload built once on ``cuda``, on which plans are put, measured and taken off again.
+    """One workload built once, on which plans are put, measured and taken off again.
 
     Args:
         workload: a reference of `memfit.capture.workloads.workload_reference`.
+        engine: ``"dryrun"`` or ``"portable"``.
+        gpu_key: the GPU that is planned for.
         seed: of everything random.
     """
 
-    def __init__(self, workload: Mapping[str, Any], seed: int = 0) -> None:
-        self._values = ExitStack()  # open as long as the process lives
-        self._values.enter_context(true_values())
-        self._step = build_step(from_reference(workload), device="cuda", seed=seed)
-        for _ in range(QUICK_STEPS):
+    def __init__(self, workload: Mapping[str, Any], engine: str, gpu_key: str, seed: int = 0) -> None:
+        self._open = ExitStack()  # until the process ends, or `close`
+        device, _ = self._open.enter_context(device_of(engine, gpu_key))
+        self._step = build_step(from_reference(workload), device=device, seed=seed)
+        for _ in range(QUICK_STEPS + 1):
             self._step.run()
+
+    def close(self) -> None:
+        """Takes back what the engine changed in this process."""
+        self._open.close()
 
     def facts(self) -> dict[str, Any]:
         """The JSON form of `memfit.planning.bench.ModelFacts`."""
@@ -80,20 +91,42 @@ class Session:
 def final(
     workload: Mapping[str, Any],
     techniques: Sequence[Settings],
+    engine: str,
     gpu_key: str,
     trace_path: str | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Builds the workload, applies the plan and measures three real steps: all of it in this process, and nothing else.
 
-    Returns the JSON of `memfit.capture.measure.measure_step` with ``value_reads``.
+    Returns the JSON of `memfit.capture.measure.measure_step` with ``value_reads`` and ``not_modelled``.
     """
-    gpu = find_gpu(gpu_key)
-    with true_values() as reads:
-        step = build_step(from_reference(workload), device="cuda", seed=seed)
+    with device_of(engine, gpu_key) as (device, uncertain):
+        step = build_step(from_reference(workload), device=device, seed=seed)
         with applied(step, techniques):
-            result = measure_step(step, gpu=gpu, steps=STEPS, categories=True, trace_path=trace_path)
-    return {**result, "value_reads": reads_to_json(reads)}
+            result = measure_step(
+                step, gpu=find_gpu(gpu_key), steps=STEPS, categories=True, trace_path=trace_path
+            )
+        return {**result, **uncertain()}
+
+
+@contextmanager
+def device_of(engine: str, gpu_key: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The device that an engine builds on, ready for use, and what tells what it was not sure of."""
+    if engine == "portable":
+        from memfit.capture.portable import DEVICE, portable_gpu
+
+        roomy = replace(find_gpu(gpu_key), runtime_total_bytes=ROOMY_BYTES, nvml_total_bytes=ROOMY_BYTES)
+        with portable_gpu(roomy) as portable:
+            yield (
+                DEVICE,
+                lambda: {
+                    "value_reads": reads_to_json(portable.reads),
+                    "not_modelled": portable.not_modelled(),
+                },
+            )
+    else:
+        with true_values() as reads:
+            yield "cuda", lambda: {"value_reads": reads_to_json(reads), "not_modelled": []}
 
 
 @contextmanager

@@ -1,23 +1,49 @@
-"""The two oracles: the dry run on the made-up GPU, and the portable engine where that cannot be had. Parent side."""
+"""The oracle behind a search: the dry run on the made-up GPU, or the portable engine where that cannot be had. Parent side.
+
+Both are the same code in a child process (see `memfit.planning.evaluate`): the dry run builds on ``cuda``, with PyTorch's own
+allocator; the portable engine on ``meta``, with an imitation of it.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
-from memfit.core.errors import CannotRunHere, ToolFailure
-from memfit.dryrun.worker import Session, Worker, preload_for
-from memfit.planning.bench import Final, ModelFacts, Oracle, Peaks
+from memfit.core.errors import CannotRunHere, ToolFailure, UsageError
+from memfit.dryrun.worker import Worker, preload_for
+from memfit.planning.bench import Final, ModelFacts, Peaks
 from memfit.planning.figures import Settings, StepFigures
 
 Engine = Literal["auto", "dryrun", "portable"]
 ROOMY_BYTES = 4 << 40
-"""Memory of the device that plans are tried on: steps that do not fit the real one are measured as well."""
+"""Memory of the made-up device that plans are tried on: steps that do not fit the real one are measured as well."""
+
+
+class Remote(Protocol):
+    """An object elsewhere whose methods are called by name, with JSON both ways."""
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Calls ``method``."""
+        ...
+
+
+class Runner(Protocol):
+    """Where functions and objects of the child side live: a `Worker`, or this process."""
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        """Runs ``"package.module:function"``."""
+        ...
+
+    def session(self, cls: str, **arguments: Any) -> AbstractContextManager[Remote]:
+        """Builds ``"package.module:Class"`` and lets its methods be called."""
+        ...
 
 
 @contextmanager
@@ -29,7 +55,7 @@ def open_oracle(
     *,
     engine: Engine = "auto",
     seed: int = 0,
-) -> Iterator[Oracle]:
+) -> Iterator[StepOracle]:
     """The oracle for a workload: the dry run, or with ``engine="auto"`` the portable engine where that cannot be had.
 
     Args:
@@ -39,45 +65,66 @@ def open_oracle(
 
     Raises CannotRunHere when the engine that was asked for cannot run on this machine.
     """
+    if engine not in ("auto", "dryrun", "portable"):
+        raise UsageError(f"engine {engine!r} is unknown: use auto, dryrun or portable")
+    reason: str | None = None
     with ExitStack() as stack:
-        try:
-            worker = stack.enter_context(Worker(gpu, preload=preload_for(spec)))
-        except CannotRunHere:
-            raise
-        oracle = DryRunOracle(worker, workload, gpu, folder, seed)
-        stack.callback(oracle.close)
-        yield oracle
+        worker: Runner | None = None
+        if engine != "portable":
+            roomy = replace(gpu, runtime_total_bytes=ROOMY_BYTES, nvml_total_bytes=ROOMY_BYTES)
+            try:
+                worker = stack.enter_context(Worker(roomy, preload=preload_for(spec)))
+            except CannotRunHere as problem:
+                if engine == "dryrun":
+                    raise
+                reason = str(problem)
+        name = "portable" if worker is None else "dryrun"
+        if worker is None:
+            worker = _portable_runner(stack, spec)
+        yield stack.enter_context(StepOracle(worker, workload, gpu, folder, seed, engine=name, reason=reason))
 
 
-class DryRunOracle:
-    """Runs steps in forks of one worker process, with PyTorch's own allocator on the made-up GPU."""
+def _portable_runner(stack: ExitStack, spec: str | None) -> Runner:
+    """Forks of a process without any GPU, or this process where there is no fork."""
+    if hasattr(os, "fork"):
+        return stack.enter_context(Worker(None, preload=preload_for(spec)))
+    return InProcess()
 
-    engine = "dryrun"
-    engine_reason: str | None = None
+
+class StepOracle:
+    """Runs a workload's step with plans applied; see `memfit.planning.bench.Oracle`, which this is."""
 
     def __init__(
-        self, worker: Worker, workload: Mapping[str, Any], gpu: GPU, folder: Path, seed: int
+        self,
+        runner: Runner,
+        workload: Mapping[str, Any],
+        gpu: GPU,
+        folder: Path,
+        seed: int,
+        *,
+        engine: str,
+        reason: str | None,
     ) -> None:
-        self._worker = worker
-        self._workload = workload
-        self._gpu = replace(gpu, runtime_total_bytes=ROOMY_BYTES, nvml_total_bytes=ROOMY_BYTES)
+        self.engine = engine
+        self.engine_reason = reason
+        self._runner = runner
         self._folder = folder
-        self._seed = seed
+        self._arguments = {"workload": dict(workload), "engine": engine, "gpu_key": gpu.key, "seed": seed}
         self._stack = ExitStack()
-        self._session: Session | None = None
+        self._session: Remote | None = None
 
-    def close(self) -> None:
-        """Ends the session's process."""
+    def __enter__(self) -> StepOracle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     @property
-    def session(self) -> Session:
-        """The long-lived fork in which plans are tried; started when first asked for."""
+    def session(self) -> Remote:
+        """The one long-lived object in which plans are tried; made when first asked for."""
         if self._session is None:
-            manager = self._worker.session(
-                "memfit.planning.evaluate:Session", gpu=self._gpu, workload=self._workload, seed=self._seed
-            )
-            self._session = self._stack.enter_context(manager)
+            opening = self._runner.session("memfit.planning.evaluate:Session", **self._arguments)
+            self._session = self._stack.enter_context(opening)
         return self._session
 
     def facts(self) -> ModelFacts:
@@ -95,24 +142,48 @@ class DryRunOracle:
     def final(self, techniques: Sequence[Settings], *, trace: str | None = None) -> Final:
         """See `Oracle`."""
         path = None if trace is None else str(self._folder / f"{trace}.memfit-trace")
-        result = self._worker.call(
+        result = self._runner.call(
             "memfit.planning.evaluate:final",
-            gpu=self._gpu,
-            workload=self._workload,
             techniques=list(techniques),
-            gpu_key=self._gpu.key,
             trace_path=path,
-            seed=self._seed,
+            **self._arguments,
         )
-        return final_from_json(result, path)
+        return _final_from_json(result, path)
 
 
-def final_from_json(result: Mapping[str, Any], trace_path: str | None) -> Final:
-    """What `memfit.planning.evaluate.final` returned, as a value."""
+class InProcess:
+    """A runner without processes, for systems that cannot fork."""
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        """Runs the function here."""
+        return _resolve(function)(**arguments)
+
+    @contextmanager
+    def session(self, cls: str, **arguments: Any) -> Iterator[Remote]:
+        """Builds the object here."""
+        built = _resolve(cls)(**arguments)
+        try:
+            yield _Local(built)
+        finally:
+            built.close()
+
+
+class _Local:
+    def __init__(self, built: Any) -> None:
+        self._built = built
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        return getattr(self._built, method)(**arguments)
+
+
+def _resolve(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _final_from_json(result: Mapping[str, Any], trace_path: str | None) -> Final:
     if result.get("oom"):
-        raise ToolFailure(
-            f"the step ran out of memory even on a device of {ROOMY_BYTES >> 40} TiB: {result['oom']}"
-        )
+        raise ToolFailure(f"the step needs more than {ROOMY_BYTES >> 40} TiB: {result['oom']}")
     return Final(
         figures=StepFigures.from_json(
             {**result, "peak_by_phase": result.get("phase_peaks"), "trace_path": trace_path}

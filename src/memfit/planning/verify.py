@@ -242,7 +242,9 @@ def _size(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def _tolerance(workload: Workload, seen: Mapping[str, torch.Tensor]) -> float:
-    low = workload.precision != "fp32" or any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in seen.values())
+    low = workload.precision != "fp32" or any(
+        tensor.dtype in (torch.bfloat16, torch.float16) for tensor in seen.values()
+    )
     return TOLERANCES["low" if low else "fp32"]
 
 
