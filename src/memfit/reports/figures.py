@@ -225,13 +225,12 @@ def front_figure(report: FitReport) -> Figure | None:
         result.budget_bytes / GIB, color=BUDGET, linestyle=(0, (5, 3)), linewidth=1.3, label="budget"
     )
     if result.lower_bound_percent is not None:
-        axes.axhline(
-            result.lower_bound_percent,
-            color=INK,
-            linewidth=0.9,
-            linestyle=":",
-            label="least recompute within the budget",
-        )
+        # It holds for plans within the budget, so the line ends there.
+        left = axes.get_xlim()[0]
+        reach = (left, result.budget_bytes / GIB)
+        label = "least recompute within the budget"
+        axes.hlines(result.lower_bound_percent, *reach, color=INK, linewidth=1.2, linestyle=":", label=label)
+        axes.set_xlim(left=left)
     axes.set_xlabel("peak reserved, GiB")
     axes.set_ylabel("predicted time over the plain step, %")
     axes.set_title("What was tried")

@@ -193,7 +193,7 @@ def _x_title(frame: Frame, text: str) -> Markup:
 
 def _x_ticks(frame: Frame) -> Markup:
     y = frame.top + frame.inner_height
-    ticks = [tag("text", f"{value:g}", x=f"{frame.x(value):.1f}", y=y + 15, text_anchor="middle")
+    ticks = [tag("text", f"{value:g}", x=f"{frame.x(value):.1f}", y=y + 18, text_anchor="middle")
              for value in nice_ticks(frame.x_low, frame.x_high)]  # fmt: skip
     return tag("g", ticks, class_="ticks")
 
@@ -215,8 +215,9 @@ def front(report: FitReport) -> Markup | None:
     budget = tag("g", tag("line", x1=budget_x, x2=budget_x, y1=frame.top, y2=frame.top + frame.inner_height),
                  tag("text", "budget", x=budget_x, y=frame.top - 6, text_anchor="middle"),
                  class_="budget")  # fmt: skip
+    bound = _bound(frame, result.lower_bound_percent, result.budget_bytes)
     return frame.tag(
-        _grid(frame, "%"), _x_ticks(frame), budget, _bound(frame, result.lower_bound_percent), tag("g", dots),
+        _grid(frame, "%"), _x_ticks(frame), budget, bound, tag("g", dots),
         _ring(frame, report), _x_title(frame, "peak reserved, GiB (upwards: time over the plain step)"),
         label="Reserved memory against predicted time for all that was tried; the table has the numbers",
         class_="chart front",
@@ -239,19 +240,13 @@ def _dot(frame: Frame, x: float, y: float, name: str, fits: bool | None) -> Mark
     return tag("circle", title, cx=f"{frame.x(x):.1f}", cy=f"{frame.y(y):.1f}", r=4.5, class_=f"dot {kind}")
 
 
-def _bound(frame: Frame, percent: float | None) -> Markup | None:
+def _bound(frame: Frame, percent: float | None, budget_bytes: int) -> Markup | None:
+    """The least recomputation: left of the budget, where it holds, with its name beside the budget's line."""
     if percent is None:
         return None
-    y = f"{frame.y(percent):.1f}"
-    line = tag("line", x1=frame.left, x2=frame.width - frame.right, y1=y, y2=y)
-    label = tag(
-        "text",
-        "least recompute within the budget",
-        x=frame.width - frame.right - 4,
-        y=y,
-        dy="-0.4em",
-        text_anchor="end",
-    )
+    x, y = f"{frame.x(budget_bytes / GIB):.1f}", f"{frame.y(percent):.1f}"
+    line = tag("line", x1=frame.left, x2=x, y1=y, y2=y)
+    label = tag("text", f"least {percent:.1f} % within the budget", x=x, y=y, dx="0.5em", dy="0.32em")
     return tag("g", line, label, class_="bound")
 
 
