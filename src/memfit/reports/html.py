@@ -49,11 +49,8 @@ def _paint_css() -> str:
 
 def _head(report: FitReport) -> Markup:
     result = report.result
-    engine = (
-        "a dry run on a made-up GPU"
-        if result.engine == "dryrun"
-        else f"the portable engine ({result.engine_reason})"
-    )
+    reason = f" ({result.engine_reason})" if result.engine_reason else ""
+    engine = "a dry run on a made-up GPU" if result.engine == "dryrun" else f"the portable engine{reason}"
     torch = f" with PyTorch {result.torch}" if result.torch else ""
     limit = f"within {format_bytes(result.budget_bytes)} of reserved memory"
     subtitle = f"for {gpu_name(report)}, {limit}; measured by {engine}{torch}"
