@@ -13,7 +13,12 @@
 #define VERSION 130100
 
 // PyTorch makes a handle for each thread, and a workspace for each handle.
-typedef struct { cublasMath_t math; cublasPointerMode_t pointers; cublasAtomicsMode_t atomics; cudaStream_t stream; } Handle;
+typedef struct {
+  cublasMath_t math;
+  cublasPointerMode_t pointers;
+  cublasAtomicsMode_t atomics;
+  cudaStream_t stream;
+} Handle;
 
 API cublasStatus_t cublasCreate_v2(cublasHandle_t *out) {
   *out = calloc(1, sizeof(Handle));
@@ -28,14 +33,14 @@ API cublasStatus_t cublasGetVersion_v2(cublasHandle_t handle, int *version) {
   return CUBLAS_STATUS_SUCCESS;
 }
 
-#define PROPERTY(setter, getter, type, field) \
-  API cublasStatus_t setter(cublasHandle_t handle, type value) { \
-    ((Handle *)handle)->field = value; \
-    return CUBLAS_STATUS_SUCCESS; \
-  } \
+#define PROPERTY(setter, getter, type, field)                     \
+  API cublasStatus_t setter(cublasHandle_t handle, type value) {  \
+    ((Handle *)handle)->field = value;                            \
+    return CUBLAS_STATUS_SUCCESS;                                 \
+  }                                                               \
   API cublasStatus_t getter(cublasHandle_t handle, type *value) { \
-    *value = ((Handle *)handle)->field; \
-    return CUBLAS_STATUS_SUCCESS; \
+    *value = ((Handle *)handle)->field;                           \
+    return CUBLAS_STATUS_SUCCESS;                                 \
   }
 PROPERTY(cublasSetMathMode, cublasGetMathMode, cublasMath_t, math)
 PROPERTY(cublasSetPointerMode_v2, cublasGetPointerMode_v2, cublasPointerMode_t, pointers)
@@ -46,20 +51,23 @@ EXPORT_CONSTANT(cublasSetWorkspace_v2, CUBLAS_STATUS_SUCCESS)
 EXPORT_CONSTANT(cublasSetSmCountTarget, CUBLAS_STATUS_SUCCESS)
 
 // Batched solvers report through a number on the host whether their arguments were valid.
-#define SOLVERS(T, type) \
-  API cublasStatus_t cublas##T##getrsBatched(cublasHandle_t handle, cublasOperation_t trans, int n, int right_sides, const type *const a[], int lda, \
-                                             const int *pivots, type *const b[], int ldb, int *info, int batch) { \
-    *info = 0; \
-    return CUBLAS_STATUS_SUCCESS; \
-  } \
-  API cublasStatus_t cublas##T##geqrfBatched(cublasHandle_t handle, int m, int n, type *const a[], int lda, type *const tau[], int *info, int batch) { \
-    *info = 0; \
-    return CUBLAS_STATUS_SUCCESS; \
-  } \
-  API cublasStatus_t cublas##T##gelsBatched(cublasHandle_t handle, cublasOperation_t trans, int m, int n, int right_sides, type *const a[], int lda, \
-                                            type *const c[], int ldc, int *info, int *device_info, int batch) { \
-    *info = 0; \
-    return CUBLAS_STATUS_SUCCESS; \
+#define SOLVERS(T, type)                                                                                             \
+  API cublasStatus_t cublas##T##getrsBatched(cublasHandle_t handle, cublasOperation_t trans, int n, int right_sides, \
+                                             const type *const a[], int lda, const int *pivots, type *const b[],     \
+                                             int ldb, int *info, int batch) {                                        \
+    *info = 0;                                                                                                       \
+    return CUBLAS_STATUS_SUCCESS;                                                                                    \
+  }                                                                                                                  \
+  API cublasStatus_t cublas##T##geqrfBatched(cublasHandle_t handle, int m, int n, type *const a[], int lda,          \
+                                             type *const tau[], int *info, int batch) {                              \
+    *info = 0;                                                                                                       \
+    return CUBLAS_STATUS_SUCCESS;                                                                                    \
+  }                                                                                                                  \
+  API cublasStatus_t cublas##T##gelsBatched(cublasHandle_t handle, cublasOperation_t trans, int m, int n,            \
+                                            int right_sides, type *const a[], int lda, type *const c[], int ldc,     \
+                                            int *info, int *device_info, int batch) {                                \
+    *info = 0;                                                                                                       \
+    return CUBLAS_STATUS_SUCCESS;                                                                                    \
   }
 SOLVERS(S, float)
 SOLVERS(D, double)
@@ -81,10 +89,18 @@ static cublasStatus_t gone(void *object) {
   free(object);
   return CUBLAS_STATUS_SUCCESS;
 }
-API cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *out, cublasComputeType_t compute, cudaDataType_t scale) { return blank((void **)out); }
-API cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *out, cudaDataType type, uint64_t rows, uint64_t columns, int64_t ld) { return blank((void **)out); }
+API cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *out, cublasComputeType_t compute,
+                                            cudaDataType_t scale) {
+  return blank((void **)out);
+}
+API cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *out, cudaDataType type, uint64_t rows,
+                                              uint64_t columns, int64_t ld) {
+  return blank((void **)out);
+}
 API cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *out) { return blank((void **)out); }
-API cublasStatus_t cublasLtMatrixTransformDescCreate(cublasLtMatrixTransformDesc_t *out, cudaDataType scale) { return blank((void **)out); }
+API cublasStatus_t cublasLtMatrixTransformDescCreate(cublasLtMatrixTransformDesc_t *out, cudaDataType scale) {
+  return blank((void **)out);
+}
 API cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t object) { return gone(object); }
 API cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t object) { return gone(object); }
 API cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t object) { return gone(object); }
@@ -97,8 +113,9 @@ static cublasStatus_t one_result(cublasLtMatmulHeuristicResult_t *out) {
   out->wavesCount = 1.0f;
   return CUBLAS_STATUS_SUCCESS;
 }
-API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a,
-                                                  cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t op,
+                                                  cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                                  cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
                                                   cublasLtMatmulPreference_t preference, int wanted,
                                                   cublasLtMatmulHeuristicResult_t results[], int *got) {
   *got = wanted > 0;
@@ -106,11 +123,13 @@ API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cubla
 }
 API cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a,
                                            cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
-                                           const cublasLtMatmulAlgo_t *algorithm, cublasLtMatmulHeuristicResult_t *out) {
+                                           const cublasLtMatmulAlgo_t *algorithm,
+                                           cublasLtMatmulHeuristicResult_t *out) {
   return one_result(out);
 }
-API cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute,
-                                                        void *out, size_t bytes, size_t *written) {
+API cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *algorithm,
+                                                        cublasLtMatmulAlgoConfigAttributes_t attribute, void *out,
+                                                        size_t bytes, size_t *written) {
   if (out) memset(out, 0, bytes);
   if (written) *written = bytes;
   return CUBLAS_STATUS_SUCCESS;

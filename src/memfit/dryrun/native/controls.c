@@ -13,11 +13,13 @@ API const char *memfit_stats(void) {
   static __thread char text[768];
   bool alive = lock_quietly();
   snprintf(text, sizeof text,
-           "{\"alive\":%s,\"used_bytes\":%zu,\"peak_bytes\":%zu,\"context_bytes\":%zu,\"total_bytes\":%zu,\"nvml_total_bytes\":%zu,"
-           "\"mallocs\":%lu,\"frees\":%lu,\"creates\":%lu,\"releases\":%lu,\"maps\":%lu,\"unmaps\":%lu,\"failed\":%lu,\"launches\":%lu}",
-           alive ? "true" : "false", account.used_bytes, account.peak_bytes, settings.context_bytes, settings.total_bytes,
-           settings.nvml_total_bytes, account.mallocs, account.frees, account.creates, account.releases, account.maps,
-           account.unmaps, account.failed, account.launches);
+           "{\"alive\":%s,\"used_bytes\":%zu,\"peak_bytes\":%zu,\"context_bytes\":%zu,\"total_bytes\":%zu,\"nvml_total_"
+           "bytes\":%zu,"
+           "\"mallocs\":%lu,\"frees\":%lu,\"creates\":%lu,\"releases\":%lu,\"maps\":%lu,\"unmaps\":%lu,\"failed\":%lu,"
+           "\"launches\":%lu}",
+           alive ? "true" : "false", account.used_bytes, account.peak_bytes, settings.context_bytes,
+           settings.total_bytes, settings.nvml_total_bytes, account.mallocs, account.frees, account.creates,
+           account.releases, account.maps, account.unmaps, account.failed, account.launches);
   unlock();
   return text;
 }
@@ -40,7 +42,10 @@ void *real_function(const char *library, const char *name) {
 
 #define NAMES_MOST 256
 
-typedef struct { const char *names[NAMES_MOST]; int count; } Names;
+typedef struct {
+  const char *names[NAMES_MOST];
+  int count;
+} Names;
 
 static pthread_mutex_t names_mutex = PTHREAD_MUTEX_INITIALIZER;
 static Names unknown_calls, estimates;

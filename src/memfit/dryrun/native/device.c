@@ -15,10 +15,17 @@ typedef struct {
 
 // CUDA C++ Programming Guide 13.0, section "Compute Capabilities", tables of technical specifications.
 static const Architecture architectures[] = {
-    {75, 64, 64, 1024, 16, false},   {80, 164, 163, 2048, 32, false}, {86, 100, 99, 1536, 16, false},
-    {87, 164, 163, 1536, 16, false}, {89, 100, 99, 1536, 24, false},  {90, 228, 227, 2048, 32, true},
-    {100, 228, 227, 2048, 32, true}, {103, 228, 227, 2048, 32, true}, {110, 228, 227, 1536, 24, true},
-    {120, 100, 99, 1536, 24, true},  {121, 100, 99, 1536, 24, true},
+    {75,  64,  64,  1024, 16, false},
+    {80,  164, 163, 2048, 32, false},
+    {86,  100, 99,  1536, 16, false},
+    {87,  164, 163, 1536, 16, false},
+    {89,  100, 99,  1536, 24, false},
+    {90,  228, 227, 2048, 32, true },
+    {100, 228, 227, 2048, 32, true },
+    {103, 228, 227, 2048, 32, true },
+    {110, 228, 227, 1536, 24, true },
+    {120, 100, 99,  1536, 24, true },
+    {121, 100, 99,  1536, 24, true },
 };
 
 static const Architecture *architecture(void) {
@@ -101,37 +108,67 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int ordinal)
 
 static int attribute(const struct cudaDeviceProp *p, enum cudaDeviceAttr attribute) {
   switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock: return p->maxThreadsPerBlock;
-    case cudaDevAttrMaxBlockDimX: return p->maxThreadsDim[0];
-    case cudaDevAttrMaxBlockDimY: return p->maxThreadsDim[1];
-    case cudaDevAttrMaxBlockDimZ: return p->maxThreadsDim[2];
-    case cudaDevAttrMaxGridDimX: return p->maxGridSize[0];
-    case cudaDevAttrMaxGridDimY: return p->maxGridSize[1];
-    case cudaDevAttrMaxGridDimZ: return p->maxGridSize[2];
-    case cudaDevAttrMaxSharedMemoryPerBlock: return (int)p->sharedMemPerBlock;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return (int)p->sharedMemPerBlockOptin;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return (int)p->sharedMemPerMultiprocessor;
-    case cudaDevAttrReservedSharedMemoryPerBlock: return (int)p->reservedSharedMemPerBlock;
-    case cudaDevAttrTotalConstantMemory: return (int)p->totalConstMem;
-    case cudaDevAttrWarpSize: return p->warpSize;
-    case cudaDevAttrMaxPitch: return (int)p->memPitch;
-    case cudaDevAttrTextureAlignment: return (int)p->textureAlignment;
-    case cudaDevAttrMultiProcessorCount: return p->multiProcessorCount;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: return p->maxThreadsPerMultiProcessor;
-    case cudaDevAttrMaxBlocksPerMultiprocessor: return p->maxBlocksPerMultiProcessor;
+    case cudaDevAttrMaxThreadsPerBlock:
+      return p->maxThreadsPerBlock;
+    case cudaDevAttrMaxBlockDimX:
+      return p->maxThreadsDim[0];
+    case cudaDevAttrMaxBlockDimY:
+      return p->maxThreadsDim[1];
+    case cudaDevAttrMaxBlockDimZ:
+      return p->maxThreadsDim[2];
+    case cudaDevAttrMaxGridDimX:
+      return p->maxGridSize[0];
+    case cudaDevAttrMaxGridDimY:
+      return p->maxGridSize[1];
+    case cudaDevAttrMaxGridDimZ:
+      return p->maxGridSize[2];
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      return (int)p->sharedMemPerBlock;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      return (int)p->sharedMemPerBlockOptin;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      return (int)p->sharedMemPerMultiprocessor;
+    case cudaDevAttrReservedSharedMemoryPerBlock:
+      return (int)p->reservedSharedMemPerBlock;
+    case cudaDevAttrTotalConstantMemory:
+      return (int)p->totalConstMem;
+    case cudaDevAttrWarpSize:
+      return p->warpSize;
+    case cudaDevAttrMaxPitch:
+      return (int)p->memPitch;
+    case cudaDevAttrTextureAlignment:
+      return (int)p->textureAlignment;
+    case cudaDevAttrMultiProcessorCount:
+      return p->multiProcessorCount;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      return p->maxThreadsPerMultiProcessor;
+    case cudaDevAttrMaxBlocksPerMultiprocessor:
+      return p->maxBlocksPerMultiProcessor;
     case cudaDevAttrMaxRegistersPerBlock:
-    case cudaDevAttrMaxRegistersPerMultiprocessor: return p->regsPerBlock;
-    case cudaDevAttrComputeCapabilityMajor: return p->major;
-    case cudaDevAttrComputeCapabilityMinor: return p->minor;
-    case cudaDevAttrL2CacheSize: return p->l2CacheSize;
-    case cudaDevAttrMaxPersistingL2CacheSize: return p->persistingL2CacheMaxSize;
-    case cudaDevAttrMaxAccessPolicyWindowSize: return p->accessPolicyMaxWindowSize;
-    case cudaDevAttrClockRate: return 1755000;
-    case cudaDevAttrMemoryClockRate: return 2619000;
-    case cudaDevAttrGlobalMemoryBusWidth: return p->memoryBusWidth;
-    case cudaDevAttrAsyncEngineCount: return p->asyncEngineCount;
-    case cudaDevAttrPciBusId: return p->pciBusID;
-    case cudaDevAttrClusterLaunch: return p->clusterLaunch;
+    case cudaDevAttrMaxRegistersPerMultiprocessor:
+      return p->regsPerBlock;
+    case cudaDevAttrComputeCapabilityMajor:
+      return p->major;
+    case cudaDevAttrComputeCapabilityMinor:
+      return p->minor;
+    case cudaDevAttrL2CacheSize:
+      return p->l2CacheSize;
+    case cudaDevAttrMaxPersistingL2CacheSize:
+      return p->persistingL2CacheMaxSize;
+    case cudaDevAttrMaxAccessPolicyWindowSize:
+      return p->accessPolicyMaxWindowSize;
+    case cudaDevAttrClockRate:
+      return 1755000;
+    case cudaDevAttrMemoryClockRate:
+      return 2619000;
+    case cudaDevAttrGlobalMemoryBusWidth:
+      return p->memoryBusWidth;
+    case cudaDevAttrAsyncEngineCount:
+      return p->asyncEngineCount;
+    case cudaDevAttrPciBusId:
+      return p->pciBusID;
+    case cudaDevAttrClusterLaunch:
+      return p->clusterLaunch;
     case cudaDevAttrCooperativeLaunch:
     case cudaDevAttrManagedMemory:
     case cudaDevAttrConcurrentManagedAccess:
@@ -141,8 +178,10 @@ static int attribute(const struct cudaDeviceProp *p, enum cudaDeviceAttr attribu
     case cudaDevAttrCanMapHostMemory:
     case cudaDevAttrHostRegisterSupported:
     case cudaDevAttrComputePreemptionSupported:
-    case cudaDevAttrConcurrentKernels: return 1;
-    default: return 0;
+    case cudaDevAttrConcurrentKernels:
+      return 1;
+    default:
+      return 0;
   }
 }
 

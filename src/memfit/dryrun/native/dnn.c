@@ -26,7 +26,9 @@ static size_t workspace(void) {
 
 // ---------------------------------------------------------------------- handles ----
 
-typedef struct { cudaStream_t stream; } Handle;
+typedef struct {
+  cudaStream_t stream;
+} Handle;
 
 API Status cudnnCreate(cudnnHandle_t *out) {
   *out = calloc(1, sizeof(Handle));
@@ -64,11 +66,15 @@ static size_t element_bytes(cudnnBackendAttributeType_t type) {
     case CUDNN_TYPE_INT64:
     case CUDNN_TYPE_DOUBLE:
     case CUDNN_TYPE_HANDLE:
-    case CUDNN_TYPE_VOID_PTR: return 8;
+    case CUDNN_TYPE_VOID_PTR:
+      return 8;
     case CUDNN_TYPE_CHAR:
-    case CUDNN_TYPE_BOOLEAN: return 1;
-    case CUDNN_TYPE_BACKEND_DESCRIPTOR: return 0;  // the caller made them: leave them be
-    default: return 4;
+    case CUDNN_TYPE_BOOLEAN:
+      return 1;
+    case CUDNN_TYPE_BACKEND_DESCRIPTOR:
+      return 0;  // the caller made them: leave them be
+    default:
+      return 4;
   }
 }
 
@@ -80,18 +86,21 @@ static bool has_one_value(cudnnBackendAttributeName_t name) {
     case CUDNN_ATTR_ENGINECFG_SHARED_MEMORY_USED:
     case CUDNN_ATTR_ENGINE_GLOBAL_INDEX:
     case CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT:
-    case CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE: return true;
-    default: return false;
+    case CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE:
+      return true;
+    default:
+      return false;
   }
 }
 
-API Status cudnnBackendGetAttribute(cudnnBackendDescriptor_t descriptor, cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
-                                    int64_t room, int64_t *count, void *out) {
+API Status cudnnBackendGetAttribute(cudnnBackendDescriptor_t descriptor, cudnnBackendAttributeName_t name,
+                                    cudnnBackendAttributeType_t type, int64_t room, int64_t *count, void *out) {
   bool any = has_one_value(name);
   if (count) *count = any;
   if (!out || !any || room <= 0) return DONE;
   memset(out, 0, element_bytes(type));
-  if (name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE || name == CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE) *(int64_t *)out = (int64_t)workspace();
+  if (name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE || name == CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE)
+    *(int64_t *)out = (int64_t)workspace();
   if (name == CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT) *(int64_t *)out = 1;
   return DONE;
 }
@@ -101,20 +110,23 @@ API Status cudnnBackendGetAttribute(cudnnBackendDescriptor_t descriptor, cudnnBa
 typedef const cudnnTensorDescriptor_t Tensor;
 typedef const cudnnActivationDescriptor_t Activation;
 
-API Status cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(cudnnHandle_t handle, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops,
-                                                                    Tensor x, Tensor z, Tensor y, Tensor statistics, Activation activation,
+API Status cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(cudnnHandle_t handle, cudnnBatchNormMode_t mode,
+                                                                    cudnnBatchNormOps_t ops, Tensor x, Tensor z,
+                                                                    Tensor y, Tensor statistics, Activation activation,
                                                                     size_t *bytes) {
   *bytes = workspace();
   return DONE;
 }
-API Status cudnnGetBatchNormalizationBackwardExWorkspaceSize(cudnnHandle_t handle, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops, Tensor x,
-                                                             Tensor y, Tensor dy, Tensor dz, Tensor dx, Tensor statistics,
+API Status cudnnGetBatchNormalizationBackwardExWorkspaceSize(cudnnHandle_t handle, cudnnBatchNormMode_t mode,
+                                                             cudnnBatchNormOps_t ops, Tensor x, Tensor y, Tensor dy,
+                                                             Tensor dz, Tensor dx, Tensor statistics,
                                                              Activation activation, size_t *bytes) {
   *bytes = workspace();
   return DONE;
 }
-API Status cudnnGetBatchNormalizationTrainingExReserveSpaceSize(cudnnHandle_t handle, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops,
-                                                                Activation activation, Tensor x, size_t *bytes) {
+API Status cudnnGetBatchNormalizationTrainingExReserveSpaceSize(cudnnHandle_t handle, cudnnBatchNormMode_t mode,
+                                                                cudnnBatchNormOps_t ops, Activation activation,
+                                                                Tensor x, size_t *bytes) {
   *bytes = 0;
   return DONE;
 }
@@ -124,15 +136,15 @@ EXPORT_CONSTANT(cudnnBatchNormalizationForwardInference, DONE)
 
 // ------------------------------------------------ convolution, as before the graph API ----
 
-#define FIND(name, Performance) \
-  static Status name(int wanted, int *got, Performance *out) { \
-    *got = wanted > 0; \
-    if (wanted <= 0) return DONE; \
-    memset(out, 0, sizeof *out); \
+#define FIND(name, Performance)                                                  \
+  static Status name(int wanted, int *got, Performance *out) {                   \
+    *got = wanted > 0;                                                           \
+    if (wanted <= 0) return DONE;                                                \
+    memset(out, 0, sizeof *out);                                                 \
     out->algo = 1; /* implicit precomputed GEMM forward, algorithm 1 backward */ \
-    out->time = 1.0f; \
-    out->memory = workspace(); \
-    return DONE; \
+    out->time = 1.0f;                                                            \
+    out->memory = workspace();                                                   \
+    return DONE;                                                                 \
   }
 FIND(forward_choice, cudnnConvolutionFwdAlgoPerf_t)
 FIND(data_choice, cudnnConvolutionBwdDataAlgoPerf_t)
@@ -141,32 +153,54 @@ FIND(filter_choice, cudnnConvolutionBwdFilterAlgoPerf_t)
 typedef const cudnnFilterDescriptor_t Filter;
 typedef const cudnnConvolutionDescriptor_t Convolution;
 
-API Status cudnnGetConvolutionForwardAlgorithm_v7(cudnnHandle_t handle, Tensor x, Filter w, Convolution convolution, Tensor y, const int wanted,
-                                                  int *got, cudnnConvolutionFwdAlgoPerf_t *out) { return forward_choice(wanted, got, out); }
-API Status cudnnGetConvolutionBackwardDataAlgorithm_v7(cudnnHandle_t handle, Filter w, Tensor dy, Convolution convolution, Tensor dx,
-                                                       const int wanted, int *got, cudnnConvolutionBwdDataAlgoPerf_t *out) { return data_choice(wanted, got, out); }
-API Status cudnnGetConvolutionBackwardFilterAlgorithm_v7(cudnnHandle_t handle, Tensor x, Tensor dy, Convolution convolution, Filter dw,
-                                                         const int wanted, int *got, cudnnConvolutionBwdFilterAlgoPerf_t *out) { return filter_choice(wanted, got, out); }
-API Status cudnnFindConvolutionForwardAlgorithmEx(cudnnHandle_t handle, Tensor xd, const void *x, Filter wd, const void *w, Convolution convolution,
-                                                  Tensor yd, void *y, const int wanted, int *got, cudnnConvolutionFwdAlgoPerf_t *out, void *space,
-                                                  size_t space_bytes) { return forward_choice(wanted, got, out); }
-API Status cudnnFindConvolutionBackwardDataAlgorithmEx(cudnnHandle_t handle, Filter wd, const void *w, Tensor dyd, const void *dy,
-                                                       Convolution convolution, Tensor dxd, void *dx, const int wanted, int *got,
-                                                       cudnnConvolutionBwdDataAlgoPerf_t *out, void *space, size_t space_bytes) { return data_choice(wanted, got, out); }
-API Status cudnnFindConvolutionBackwardFilterAlgorithmEx(cudnnHandle_t handle, Tensor xd, const void *x, Tensor dyd, const void *y,
-                                                         Convolution convolution, Filter dwd, void *dw, const int wanted, int *got,
-                                                         cudnnConvolutionBwdFilterAlgoPerf_t *out, void *space, size_t space_bytes) { return filter_choice(wanted, got, out); }
-API Status cudnnGetConvolutionForwardWorkspaceSize(cudnnHandle_t handle, Tensor x, Filter w, Convolution convolution, Tensor y,
-                                                   cudnnConvolutionFwdAlgo_t algorithm, size_t *bytes) {
+API Status cudnnGetConvolutionForwardAlgorithm_v7(cudnnHandle_t handle, Tensor x, Filter w, Convolution convolution,
+                                                  Tensor y, const int wanted, int *got,
+                                                  cudnnConvolutionFwdAlgoPerf_t *out) {
+  return forward_choice(wanted, got, out);
+}
+API Status cudnnGetConvolutionBackwardDataAlgorithm_v7(cudnnHandle_t handle, Filter w, Tensor dy,
+                                                       Convolution convolution, Tensor dx, const int wanted, int *got,
+                                                       cudnnConvolutionBwdDataAlgoPerf_t *out) {
+  return data_choice(wanted, got, out);
+}
+API Status cudnnGetConvolutionBackwardFilterAlgorithm_v7(cudnnHandle_t handle, Tensor x, Tensor dy,
+                                                         Convolution convolution, Filter dw, const int wanted, int *got,
+                                                         cudnnConvolutionBwdFilterAlgoPerf_t *out) {
+  return filter_choice(wanted, got, out);
+}
+API Status cudnnFindConvolutionForwardAlgorithmEx(cudnnHandle_t handle, Tensor xd, const void *x, Filter wd,
+                                                  const void *w, Convolution convolution, Tensor yd, void *y,
+                                                  const int wanted, int *got, cudnnConvolutionFwdAlgoPerf_t *out,
+                                                  void *space, size_t space_bytes) {
+  return forward_choice(wanted, got, out);
+}
+API Status cudnnFindConvolutionBackwardDataAlgorithmEx(cudnnHandle_t handle, Filter wd, const void *w, Tensor dyd,
+                                                       const void *dy, Convolution convolution, Tensor dxd, void *dx,
+                                                       const int wanted, int *got,
+                                                       cudnnConvolutionBwdDataAlgoPerf_t *out, void *space,
+                                                       size_t space_bytes) {
+  return data_choice(wanted, got, out);
+}
+API Status cudnnFindConvolutionBackwardFilterAlgorithmEx(cudnnHandle_t handle, Tensor xd, const void *x, Tensor dyd,
+                                                         const void *y, Convolution convolution, Filter dwd, void *dw,
+                                                         const int wanted, int *got,
+                                                         cudnnConvolutionBwdFilterAlgoPerf_t *out, void *space,
+                                                         size_t space_bytes) {
+  return filter_choice(wanted, got, out);
+}
+API Status cudnnGetConvolutionForwardWorkspaceSize(cudnnHandle_t handle, Tensor x, Filter w, Convolution convolution,
+                                                   Tensor y, cudnnConvolutionFwdAlgo_t algorithm, size_t *bytes) {
   *bytes = workspace();
   return DONE;
 }
-API Status cudnnGetConvolutionBackwardDataWorkspaceSize(cudnnHandle_t handle, Filter w, Tensor dy, Convolution convolution, Tensor dx,
+API Status cudnnGetConvolutionBackwardDataWorkspaceSize(cudnnHandle_t handle, Filter w, Tensor dy,
+                                                        Convolution convolution, Tensor dx,
                                                         cudnnConvolutionBwdDataAlgo_t algorithm, size_t *bytes) {
   *bytes = workspace();
   return DONE;
 }
-API Status cudnnGetConvolutionBackwardFilterWorkspaceSize(cudnnHandle_t handle, Tensor x, Tensor dy, Convolution convolution, Filter dw,
+API Status cudnnGetConvolutionBackwardFilterWorkspaceSize(cudnnHandle_t handle, Tensor x, Tensor dy,
+                                                          Convolution convolution, Filter dw,
                                                           cudnnConvolutionBwdFilterAlgo_t algorithm, size_t *bytes) {
   *bytes = workspace();
   return DONE;
@@ -190,12 +224,15 @@ static Status ctc_workspace(Tensor probabilities, size_t *bytes) {
   note_estimate("cuDNN CTC workspace");
   return status;
 }
-API Status cudnnGetCTCLossWorkspaceSize(cudnnHandle_t handle, Tensor probabilities, Tensor gradients, const int *labels, const int *label_lengths,
-                                        const int *input_lengths, cudnnCTCLossAlgo_t algorithm, cudnnCTCLossDescriptor_t descriptor, size_t *bytes) {
+API Status cudnnGetCTCLossWorkspaceSize(cudnnHandle_t handle, Tensor probabilities, Tensor gradients, const int *labels,
+                                        const int *label_lengths, const int *input_lengths,
+                                        cudnnCTCLossAlgo_t algorithm, cudnnCTCLossDescriptor_t descriptor,
+                                        size_t *bytes) {
   return ctc_workspace(probabilities, bytes);
 }
-API Status cudnnGetCTCLossWorkspaceSize_v8(cudnnHandle_t handle, cudnnCTCLossAlgo_t algorithm, cudnnCTCLossDescriptor_t descriptor,
-                                           Tensor probabilities, Tensor gradients, size_t *bytes) {
+API Status cudnnGetCTCLossWorkspaceSize_v8(cudnnHandle_t handle, cudnnCTCLossAlgo_t algorithm,
+                                           cudnnCTCLossDescriptor_t descriptor, Tensor probabilities, Tensor gradients,
+                                           size_t *bytes) {
   return ctc_workspace(probabilities, bytes);
 }
 EXPORT_CONSTANT(cudnnCTCLoss, DONE)

@@ -8,7 +8,8 @@
 #include <string.h>
 
 #define DRIVER(name, ...) API CUresult name(__VA_ARGS__)
-#define DRIVER_SUCCEEDS(name, ...) DRIVER(name, __VA_ARGS__) { return CUDA_SUCCESS; }
+#define DRIVER_SUCCEEDS(name, ...) \
+  DRIVER(name, __VA_ARGS__) { return CUDA_SUCCESS; }
 
 static int context_token, module_token;
 
@@ -56,23 +57,31 @@ DRIVER(cuMemGetInfo_v2, size_t *free_bytes, size_t *total_bytes) {
 DRIVER(cuDeviceGetAttribute, int *value, CUdevice_attribute attribute, CUdevice device) {
   switch ((int)attribute) {
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: *value = 1; return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED: *value = 0; return CUDA_SUCCESS;
-    default: return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
+    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
+      *value = 1;
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
+      *value = 0;
+      return CUDA_SUCCESS;
+    default:
+      return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
   }
 }
 
-static const struct { CUresult code; const char *name, *text; } errors[] = {
-    {CUDA_SUCCESS, "CUDA_SUCCESS", "no error"},
-    {CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
-    {CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
-    {CUDA_ERROR_NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
-    {CUDA_ERROR_NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
-    {CUDA_ERROR_INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
-    {CUDA_ERROR_INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
-    {CUDA_ERROR_INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
-    {CUDA_ERROR_NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
-    {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+static const struct {
+  CUresult code;
+  const char *name, *text;
+} errors[] = {
+    {CUDA_SUCCESS,               "CUDA_SUCCESS",               "no error"                          },
+    {CUDA_ERROR_INVALID_VALUE,   "CUDA_ERROR_INVALID_VALUE",   "invalid argument"                  },
+    {CUDA_ERROR_OUT_OF_MEMORY,   "CUDA_ERROR_OUT_OF_MEMORY",   "out of memory"                     },
+    {CUDA_ERROR_NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"              },
+    {CUDA_ERROR_NO_DEVICE,       "CUDA_ERROR_NO_DEVICE",       "no CUDA-capable device is detected"},
+    {CUDA_ERROR_INVALID_DEVICE,  "CUDA_ERROR_INVALID_DEVICE",  "invalid device ordinal"            },
+    {CUDA_ERROR_INVALID_IMAGE,   "CUDA_ERROR_INVALID_IMAGE",   "device kernel image is invalid"    },
+    {CUDA_ERROR_INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"            },
+    {CUDA_ERROR_NOT_FOUND,       "CUDA_ERROR_NOT_FOUND",       "named symbol not found"            },
+    {CUDA_ERROR_NOT_SUPPORTED,   "CUDA_ERROR_NOT_SUPPORTED",   "operation not supported"           },
 };
 DRIVER(cuGetErrorString, CUresult code, const char **text) {
   *text = "unknown error";
@@ -102,7 +111,9 @@ DRIVER(cuCtxGetCurrent, CUcontext *out) { return the_context(out); }
 DRIVER(cuCtxPopCurrent_v2, CUcontext *out) { return the_context(out); }
 DRIVER_SUCCEEDS(cuCtxPushCurrent_v2, CUcontext context)
 DRIVER_SUCCEEDS(cuCtxSetCurrent, CUcontext context)
-DRIVER(cuCtxGetLimit, size_t *value, CUlimit limit) { return (CUresult)cudaDeviceGetLimit(value, (enum cudaLimit)limit); }
+DRIVER(cuCtxGetLimit, size_t *value, CUlimit limit) {
+  return (CUresult)cudaDeviceGetLimit(value, (enum cudaLimit)limit);
+}
 DRIVER_SUCCEEDS(cuCtxSetLimit, CUlimit limit, size_t value)
 DRIVER_SUCCEEDS(cuCtxSynchronize, void)
 DRIVER_SUCCEEDS(cuStreamSynchronize, CUstream stream)
@@ -114,7 +125,10 @@ DRIVER(cuCtxGetDevice, CUdevice *device) {
 // ------------------------------------------------------------ physical memory ----
 // It is charged from its creation until it is both released and unmapped.
 
-typedef struct { size_t bytes; int holders; } Physical;
+typedef struct {
+  size_t bytes;
+  int holders;
+} Physical;
 
 static Ranges mappings = {.base = DEVICE_BASE, .end = DEVICE_BASE + DEVICE_SPAN};
 
@@ -124,12 +138,14 @@ static void let_go(Physical *memory) {
   free(memory);
 }
 
-DRIVER(cuMemGetAllocationGranularity, size_t *bytes, const CUmemAllocationProp *properties, CUmemAllocationGranularity_flags flags) {
+DRIVER(cuMemGetAllocationGranularity, size_t *bytes, const CUmemAllocationProp *properties,
+       CUmemAllocationGranularity_flags flags) {
   *bytes = DEVICE_PAGE;
   return CUDA_SUCCESS;
 }
 
-DRIVER(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *properties, unsigned long long flags) {
+DRIVER(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *properties,
+       unsigned long long flags) {
   if (properties->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC) return CUDA_ERROR_NOT_SUPPORTED;
   lock();
   Physical *memory = charge(bytes) ? malloc(sizeof *memory) : NULL;
@@ -151,7 +167,8 @@ DRIVER(cuMemRelease, CUmemGenericAllocationHandle handle) {
   return CUDA_SUCCESS;
 }
 
-DRIVER(cuMemMap, CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
+DRIVER(cuMemMap, CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+       unsigned long long flags) {
   lock();
   Range *mapping = ranges_insert(&mappings, at, bytes);
   if (mapping) {
@@ -188,12 +205,17 @@ DRIVER(cuPointerGetAttribute, void *value, CUpointer_attribute attribute, CUdevi
   cudaPointerGetAttributes(&known, (void *)p);
   if (known.type == cudaMemoryTypeUnregistered) return CUDA_ERROR_INVALID_VALUE;
   switch (attribute) {
-    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)value = p; return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)value = 0; return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
+      *(CUdeviceptr *)value = p;
+      return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+      *(int *)value = 0;
+      return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
       *(unsigned *)value = known.type == cudaMemoryTypeDevice ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
       return CUDA_SUCCESS;
-    default: return CUDA_ERROR_NOT_SUPPORTED;
+    default:
+      return CUDA_ERROR_NOT_SUPPORTED;
   }
 }
 
@@ -205,7 +227,9 @@ static CUresult loaded(CUmodule *out) {
 }
 DRIVER(cuModuleLoad, CUmodule *out, const char *file) { return loaded(out); }
 DRIVER(cuModuleLoadData, CUmodule *out, const void *image) { return loaded(out); }
-DRIVER(cuModuleLoadDataEx, CUmodule *out, const void *image, unsigned count, CUjit_option *options, void **values) { return loaded(out); }
+DRIVER(cuModuleLoadDataEx, CUmodule *out, const void *image, unsigned count, CUjit_option *options, void **values) {
+  return loaded(out);
+}
 DRIVER_SUCCEEDS(cuModuleUnload, CUmodule module)
 DRIVER(cuModuleGetFunction, CUfunction *out, CUmodule module, const char *name) {
   *out = (CUfunction)&module_token;
@@ -226,7 +250,8 @@ DRIVER(cuLinkCreate_v2, unsigned count, CUjit_option *options, void **values, CU
   *state = (CUlinkState)&module_token;
   return CUDA_SUCCESS;
 }
-DRIVER_SUCCEEDS(cuLinkAddData_v2, CUlinkState state, CUjitInputType type, void *data, size_t bytes, const char *name, unsigned count, CUjit_option *options, void **values)
+DRIVER_SUCCEEDS(cuLinkAddData_v2, CUlinkState state, CUjitInputType type, void *data, size_t bytes, const char *name,
+                unsigned count, CUjit_option *options, void **values)
 DRIVER(cuLinkComplete, CUlinkState state, void **image, size_t *bytes) {
   static char nothing[64];
   *image = nothing;
@@ -257,13 +282,15 @@ static void *entry_point(const char *name) {
   return found ? found : dlsym(self, name);
 }
 
-DRIVER(cuGetProcAddress_v2, const char *name, void **function, int version, cuuint64_t flags, CUdriverProcAddressQueryResult *result) {
+DRIVER(cuGetProcAddress_v2, const char *name, void **function, int version, cuuint64_t flags,
+       CUdriverProcAddressQueryResult *result) {
   *function = entry_point(name);
   if (result) *result = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
   return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
+API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                                 unsigned long long flags,
                                                  enum cudaDriverEntryPointQueryResult *result) {
   *function = entry_point(name);
   if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;

@@ -2,9 +2,10 @@
 //
 // PyTorch's autograd thread for the device lets go of Python objects after backward() has returned, and needs the
 // interpreter's lock for it. If the script ends within those milliseconds, CPython (before 3.14) answers a thread that
-// asks for the lock of a finalizing interpreter with pthread_exit(), which unwinds the stack through C++ destructors that
-// may not throw: std::terminate(), "terminate called without an active exception". A real GPU is slow enough to hide it;
-// here kernels take no time. So such a thread is left waiting instead, as CPython 3.14 does; the process's end takes it along.
+// asks for the lock of a finalizing interpreter with pthread_exit(), which unwinds the stack through C++ destructors
+// that may not throw: std::terminate(), "terminate called without an active exception". A real GPU is slow enough to
+// hide it; here kernels take no time. So such a thread is left waiting instead, as CPython 3.14 does; the process's end
+// takes it along.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -29,4 +30,6 @@ API __attribute__((noreturn)) void pthread_exit(void *value) {
 }
 
 // PyTorch's engine would wait ten seconds for a thread that is left waiting; it reads this when it ends.
-__attribute__((constructor)) static void do_not_wait_for_autograd_threads(void) { setenv("TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT", "0", 0); }
+__attribute__((constructor)) static void do_not_wait_for_autograd_threads(void) {
+  setenv("TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT", "0", 0);
+}

@@ -41,19 +41,25 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCap
   return cudaSuccess;
 }
 SUCCEEDS(cudaThreadExchangeStreamCaptureMode, enum cudaStreamCaptureMode *mode)
-SUCCEEDS(cudaStreamUpdateCaptureDependencies, cudaStream_t stream, cudaGraphNode_t *dependencies, const cudaGraphEdgeData *edges, size_t count, unsigned flags)
+SUCCEEDS(cudaStreamUpdateCaptureDependencies, cudaStream_t stream, cudaGraphNode_t *dependencies,
+         const cudaGraphEdgeData *edges, size_t count, unsigned flags)
 
 static cudaError_t instantiate(cudaGraphExec_t *out) {
   *out = (cudaGraphExec_t)&graph_token;
   return cudaSuccess;
 }
-API cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags) { return instantiate(out); }
-API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags) { return instantiate(out); }
+API cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags) {
+  return instantiate(out);
+}
+API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags) {
+  return instantiate(out);
+}
 API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
   *count = 1;  // PyTorch warns about an empty graph
   return cudaSuccess;
 }
-API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t *dependencies, cudaGraphEdgeData *edges, size_t *count) {
+API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t *dependencies,
+                                             cudaGraphEdgeData *edges, size_t *count) {
   *count = 0;
   return cudaSuccess;
 }
@@ -62,7 +68,8 @@ SUCCEEDS(cudaGraphUpload, cudaGraphExec_t graph, cudaStream_t stream)
 SUCCEEDS(cudaGraphDestroy, cudaGraph_t graph)
 SUCCEEDS(cudaGraphExecDestroy, cudaGraphExec_t graph)
 
-API cudaError_t cudaUserObjectCreate(cudaUserObject_t *out, void *p, cudaHostFn_t destroy, unsigned count, unsigned flags) {
+API cudaError_t cudaUserObjectCreate(cudaUserObject_t *out, void *p, cudaHostFn_t destroy, unsigned count,
+                                     unsigned flags) {
   *out = (cudaUserObject_t)&graph_token;
   return cudaSuccess;
 }

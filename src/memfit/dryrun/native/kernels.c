@@ -8,15 +8,32 @@ static cudaError_t launched(void) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) { return launched(); }
-API cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) { return launched(); }
-API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **arguments) { return launched(); }
-API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) { return launched(); }
-API CUresult cuLaunchKernel(CUfunction kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
-                            CUstream stream, void **arguments, void **extra) { return (CUresult)launched(); }
-API CUresult cuLaunchCooperativeKernel(CUfunction kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
-                                       CUstream stream, void **arguments) { return (CUresult)launched(); }
-API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction kernel, void **arguments, void **extra) { return (CUresult)launched(); }
+API cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                 cudaStream_t stream) {
+  return launched();
+}
+API cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                            cudaStream_t stream) {
+  return launched();
+}
+API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
+  return launched();
+}
+API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                   cudaStream_t stream) {
+  return launched();
+}
+API CUresult cuLaunchKernel(CUfunction kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                            unsigned bz, unsigned shared, CUstream stream, void **arguments, void **extra) {
+  return (CUresult)launched();
+}
+API CUresult cuLaunchCooperativeKernel(CUfunction kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                       unsigned by, unsigned bz, unsigned shared, CUstream stream, void **arguments) {
+  return (CUresult)launched();
+}
+API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction kernel, void **arguments, void **extra) {
+  return (CUresult)launched();
+}
 
 API cudaError_t __cudaGetKernel(cudaKernel_t *out, const void *kernel) {
   *out = (cudaKernel_t)kernel;
@@ -25,7 +42,11 @@ API cudaError_t __cudaGetKernel(cudaKernel_t *out, const void *kernel) {
 API cudaError_t cudaGetKernel(cudaKernel_t *out, const void *kernel) { return __cudaGetKernel(out, kernel); }
 
 // The <<<...>>> syntax pushes a configuration, and the kernel's host stub pops it.
-static __thread struct { dim3 grid, block; size_t shared; cudaStream_t stream; } pushed;
+static __thread struct {
+  dim3 grid, block;
+  size_t shared;
+  cudaStream_t stream;
+} pushed;
 
 API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, struct CUstream_st *stream) {
   pushed.grid = grid;
@@ -69,7 +90,8 @@ SUCCEEDS(cudaFuncSetAttribute, const void *kernel, enum cudaFuncAttribute attrib
 SUCCEEDS(cudaFuncSetCacheConfig, const void *kernel, enum cudaFuncCache config)
 SUCCEEDS(cudaKernelSetAttributeForDevice, cudaKernel_t kernel, enum cudaFuncAttribute attribute, int value, int ordinal)
 
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *out, const void *kernel, int block, size_t shared, unsigned flags) {
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *out, const void *kernel, int block,
+                                                                       size_t shared, unsigned flags) {
   *out = blocks_per_sm(block);
   return cudaSuccess;
 }

@@ -69,29 +69,41 @@ API cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
 static int pool_token;
 
 API cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream) { return cudaMalloc(out, bytes); }
-API cudaError_t cudaMallocFromPoolAsync(void **out, size_t bytes, cudaMemPool_t pool, cudaStream_t stream) { return cudaMalloc(out, bytes); }
+API cudaError_t cudaMallocFromPoolAsync(void **out, size_t bytes, cudaMemPool_t pool, cudaStream_t stream) {
+  return cudaMalloc(out, bytes);
+}
 API cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) { return cudaFree(p); }
 API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int ordinal) {
   *pool = (cudaMemPool_t)&pool_token;
   return cudaSuccess;
 }
-API cudaError_t cudaDeviceGetMemPool(cudaMemPool_t *pool, int ordinal) { return cudaDeviceGetDefaultMemPool(pool, ordinal); }
+API cudaError_t cudaDeviceGetMemPool(cudaMemPool_t *pool, int ordinal) {
+  return cudaDeviceGetDefaultMemPool(pool, ordinal);
+}
 API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *value) {
   lock();
   switch (attribute) {
     case cudaMemPoolAttrReservedMemCurrent:
-    case cudaMemPoolAttrUsedMemCurrent: *(uint64_t *)value = account.used_bytes; break;
+    case cudaMemPoolAttrUsedMemCurrent:
+      *(uint64_t *)value = account.used_bytes;
+      break;
     case cudaMemPoolAttrReservedMemHigh:
-    case cudaMemPoolAttrUsedMemHigh: *(uint64_t *)value = account.peak_bytes; break;
-    case cudaMemPoolAttrReleaseThreshold: *(uint64_t *)value = 0; break;
-    default: *(int *)value = 1;
+    case cudaMemPoolAttrUsedMemHigh:
+      *(uint64_t *)value = account.peak_bytes;
+      break;
+    case cudaMemPoolAttrReleaseThreshold:
+      *(uint64_t *)value = 0;
+      break;
+    default:
+      *(int *)value = 1;
   }
   unlock();
   return cudaSuccess;
 }
 API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *value) {
   lock();
-  if (attribute == cudaMemPoolAttrReservedMemHigh || attribute == cudaMemPoolAttrUsedMemHigh) account.peak_bytes = account.used_bytes;
+  if (attribute == cudaMemPoolAttrReservedMemHigh || attribute == cudaMemPoolAttrUsedMemHigh)
+    account.peak_bytes = account.used_bytes;
   unlock();
   return cudaSuccess;
 }
@@ -162,16 +174,28 @@ static cudaError_t copy(void *to, const void *from, size_t bytes) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) { return copy(to, from, bytes); }
-API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) { return copy(to, from, bytes); }
-API cudaError_t cudaMemcpyPeer(void *to, int to_device, const void *from, int from_device, size_t bytes) { return copy(to, from, bytes); }
-API cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, cudaStream_t stream) { return copy(to, from, bytes); }
-API cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                                  enum cudaMemcpyKind kind, cudaStream_t stream) {
-  for (size_t row = 0; row < height; row++) copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
+API cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
+  return copy(to, from, bytes);
+}
+API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
+                                cudaStream_t stream) {
+  return copy(to, from, bytes);
+}
+API cudaError_t cudaMemcpyPeer(void *to, int to_device, const void *from, int from_device, size_t bytes) {
+  return copy(to, from, bytes);
+}
+API cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes,
+                                    cudaStream_t stream) {
+  return copy(to, from, bytes);
+}
+API cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                                  size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  for (size_t row = 0; row < height; row++)
+    copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
   return cudaSuccess;
 }
-API cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height, enum cudaMemcpyKind kind) {
+API cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                             size_t height, enum cudaMemcpyKind kind) {
   return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, 0);
 }
 
@@ -191,12 +215,15 @@ API cudaError_t cudaGetSymbolAddress(void **out, const void *symbol) {
   *out = (void *)place;
   return cudaSuccess;
 }
-SUCCEEDS(cudaMemcpyToSymbol, const void *symbol, const void *from, size_t bytes, size_t offset, enum cudaMemcpyKind kind)
-SUCCEEDS(cudaMemcpyToSymbolAsync, const void *symbol, const void *from, size_t bytes, size_t offset, enum cudaMemcpyKind kind, cudaStream_t stream)
+SUCCEEDS(cudaMemcpyToSymbol, const void *symbol, const void *from, size_t bytes, size_t offset,
+         enum cudaMemcpyKind kind)
+SUCCEEDS(cudaMemcpyToSymbolAsync, const void *symbol, const void *from, size_t bytes, size_t offset,
+         enum cudaMemcpyKind kind, cudaStream_t stream)
 
 // ------------------------------------------------------- the driver's address ranges ----
 
-API CUresult cuMemAddressReserve(CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
+API CUresult cuMemAddressReserve(CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr hint,
+                                 unsigned long long flags) {
   lock();
   *out = take_addresses(bytes, 0);
   say("cuMemAddressReserve(%zu) -> %#llx\n", bytes, *out);

@@ -7,8 +7,12 @@
 
 enum { DONE = 0, INTERNAL_ERROR = 3, INVALID_USAGE = 5 };
 
-typedef struct { int rank, ranks; } Communicator;
-typedef struct { char bytes[128]; } UniqueId;
+typedef struct {
+  int rank, ranks;
+} Communicator;
+typedef struct {
+  char bytes[128];
+} UniqueId;
 
 static int join(Communicator **out, int ranks, int rank) {
   *out = NULL;
@@ -28,10 +32,16 @@ API int ncclGetUniqueId(UniqueId *id) {
   return DONE;
 }
 API int ncclCommInitRank(Communicator **out, int ranks, UniqueId id, int rank) { return join(out, ranks, rank); }
-API int ncclCommInitRankConfig(Communicator **out, int ranks, UniqueId id, int rank, void *config) { return join(out, ranks, rank); }
-API int ncclCommInitRankScalable(Communicator **out, int ranks, int rank, int ids, UniqueId *id, void *config) { return join(out, ranks, rank); }
+API int ncclCommInitRankConfig(Communicator **out, int ranks, UniqueId id, int rank, void *config) {
+  return join(out, ranks, rank);
+}
+API int ncclCommInitRankScalable(Communicator **out, int ranks, int rank, int ids, UniqueId *id, void *config) {
+  return join(out, ranks, rank);
+}
 API int ncclCommInitAll(Communicator **out, int devices, const int *list) { return join(out, devices, 0); }
-API int ncclCommSplit(Communicator *from, int color, int key, Communicator **out, void *config) { return join(out, from->ranks, from->rank); }
+API int ncclCommSplit(Communicator *from, int color, int key, Communicator **out, void *config) {
+  return join(out, from->ranks, from->rank);
+}
 API int ncclCommCount(const Communicator *communicator, int *ranks) {
   *ranks = communicator->ranks;
   return DONE;

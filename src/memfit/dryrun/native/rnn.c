@@ -25,7 +25,10 @@ typedef struct {
   size_t input, hidden, projected;  // projected: width of the output, hidden if there is no projection
 } Network;
 
-typedef struct { cudnnDataType_t type; size_t steps, batch, width; } Sequence;
+typedef struct {
+  cudnnDataType_t type;
+  size_t steps, batch, width;
+} Sequence;
 
 // ------------------------------------------------------------------ descriptors ----
 
@@ -37,10 +40,12 @@ API Status cudnnDestroyRNNDescriptor(cudnnRNNDescriptor_t descriptor) {
   free(descriptor);
   return DONE;
 }
-API Status cudnnSetRNNDescriptor_v8(cudnnRNNDescriptor_t descriptor, cudnnRNNAlgo_t algorithm, cudnnRNNMode_t cell, cudnnRNNBiasMode_t biases,
-                                    cudnnDirectionMode_t direction, cudnnRNNInputMode_t input_mode, cudnnDataType_t type,
-                                    cudnnDataType_t math_precision, cudnnMathType_t math, int32_t input, int32_t hidden, int32_t projected,
-                                    int32_t layers, cudnnDropoutDescriptor_t dropout, uint32_t flags) {
+API Status cudnnSetRNNDescriptor_v8(cudnnRNNDescriptor_t descriptor, cudnnRNNAlgo_t algorithm, cudnnRNNMode_t cell,
+                                    cudnnRNNBiasMode_t biases, cudnnDirectionMode_t direction,
+                                    cudnnRNNInputMode_t input_mode, cudnnDataType_t type,
+                                    cudnnDataType_t math_precision, cudnnMathType_t math, int32_t input, int32_t hidden,
+                                    int32_t projected, int32_t layers, cudnnDropoutDescriptor_t dropout,
+                                    uint32_t flags) {
   *(Network *)descriptor = (Network){
       .cell = cell,
       .biases = biases,
@@ -62,8 +67,9 @@ API Status cudnnDestroyRNNDataDescriptor(cudnnRNNDataDescriptor_t descriptor) {
   free(descriptor);
   return DONE;
 }
-API Status cudnnSetRNNDataDescriptor(cudnnRNNDataDescriptor_t descriptor, cudnnDataType_t type, cudnnRNNDataLayout_t layout, int steps, int batch,
-                                     int width, const int lengths[], void *padding) {
+API Status cudnnSetRNNDataDescriptor(cudnnRNNDataDescriptor_t descriptor, cudnnDataType_t type,
+                                     cudnnRNNDataLayout_t layout, int steps, int batch, int width, const int lengths[],
+                                     void *padding) {
   *(Sequence *)descriptor = (Sequence){type, (size_t)steps, (size_t)batch, (size_t)width};
   return DONE;
 }
@@ -82,10 +88,13 @@ EXPORT_CONSTANT(cudnnRestoreDropoutDescriptor, DONE)
 
 static size_t element_bytes(cudnnDataType_t type) {
   switch (type) {
-    case CUDNN_DATA_DOUBLE: return 8;
+    case CUDNN_DATA_DOUBLE:
+      return 8;
     case CUDNN_DATA_HALF:
-    case CUDNN_DATA_BFLOAT16: return 2;
-    default: return 4;
+    case CUDNN_DATA_BFLOAT16:
+      return 2;
+    default:
+      return 4;
   }
 }
 
@@ -107,10 +116,14 @@ static int matrices(const Network *n) { return 2 * gates(n) + (projects(n) ? 1 :
 static bool has_bias(const Network *n, int linear) {
   if (linear >= 2 * gates(n)) return false;
   switch (n->biases) {
-    case CUDNN_RNN_NO_BIAS: return false;
-    case CUDNN_RNN_SINGLE_INP_BIAS: return linear < gates(n);
-    case CUDNN_RNN_SINGLE_REC_BIAS: return linear >= gates(n);
-    default: return true;
+    case CUDNN_RNN_NO_BIAS:
+      return false;
+    case CUDNN_RNN_SINGLE_INP_BIAS:
+      return linear < gates(n);
+    case CUDNN_RNN_SINGLE_REC_BIAS:
+      return linear >= gates(n);
+    default:
+      return true;
   }
 }
 
@@ -144,9 +157,9 @@ static Status describe(cudnnTensorDescriptor_t tensor, cudnnDataType_t type, siz
   return set ? set(tensor, type, 3, shape, strides) : CUDNN_STATUS_NOT_SUPPORTED;
 }
 
-API Status cudnnGetRNNWeightParams(cudnnHandle_t handle, cudnnRNNDescriptor_t descriptor, int32_t pseudo_layer, size_t bytes, const void *weights,
-                                   int32_t linear, cudnnTensorDescriptor_t matrix, void **matrix_at, cudnnTensorDescriptor_t bias,
-                                   void **bias_at) {
+API Status cudnnGetRNNWeightParams(cudnnHandle_t handle, cudnnRNNDescriptor_t descriptor, int32_t pseudo_layer,
+                                   size_t bytes, const void *weights, int32_t linear, cudnnTensorDescriptor_t matrix,
+                                   void **matrix_at, cudnnTensorDescriptor_t bias, void **bias_at) {
   const Network *n = (const Network *)descriptor;
   if (pseudo_layer < 0 || pseudo_layer >= n->layers * n->directions || linear < 0) return CUDNN_STATUS_INVALID_VALUE;
   size_t element = element_bytes(n->type);
@@ -165,11 +178,12 @@ API Status cudnnGetRNNWeightParams(cudnnHandle_t handle, cudnnRNNDescriptor_t de
 
 // ------------------------------------------------------------------------ running ----
 
-API Status cudnnGetRNNTempSpaceSizes(cudnnHandle_t handle, cudnnRNNDescriptor_t descriptor, cudnnForwardMode_t mode, cudnnRNNDataDescriptor_t data,
-                                     size_t *workspace_bytes, size_t *reserve_bytes) {
+API Status cudnnGetRNNTempSpaceSizes(cudnnHandle_t handle, cudnnRNNDescriptor_t descriptor, cudnnForwardMode_t mode,
+                                     cudnnRNNDataDescriptor_t data, size_t *workspace_bytes, size_t *reserve_bytes) {
   const Network *n = (const Network *)descriptor;
   const Sequence *s = (const Sequence *)data;
-  size_t tokens = s->steps * s->batch, element = element_bytes(n->type), directions = (size_t)n->directions, layers = (size_t)n->layers;
+  size_t tokens = s->steps * s->batch, element = element_bytes(n->type), directions = (size_t)n->directions,
+         layers = (size_t)n->layers;
   size_t kept = tokens * n->hidden * layers * directions * (size_t)(gates(n) + 1);
   size_t between = tokens * n->projected * directions * (layers - 1);
   if (workspace_bytes) *workspace_bytes = tokens * n->hidden * directions * (size_t)gates(n) * element;

@@ -27,19 +27,30 @@ static Status no_buffer(size_t *bytes) {
   note_estimate("cuSPARSE buffers");
   return DONE;
 }
-API Status cusparseSpMM_bufferSize(cusparseHandle_t handle, cusparseOperation_t opa, cusparseOperation_t opb, const void *alpha,
-                                   cusparseConstSpMatDescr_t a, cusparseConstDnMatDescr_t b, const void *beta, cusparseDnMatDescr_t c,
-                                   cudaDataType compute, cusparseSpMMAlg_t algorithm, size_t *bytes) { return no_buffer(bytes); }
-API Status cusparseSpMV_bufferSize(cusparseHandle_t handle, cusparseOperation_t opa, const void *alpha, cusparseConstSpMatDescr_t a,
-                                   cusparseConstDnVecDescr_t x, const void *beta, cusparseDnVecDescr_t y, cudaDataType compute,
-                                   cusparseSpMVAlg_t algorithm, size_t *bytes) { return no_buffer(bytes); }
-API Status cusparseSDDMM_bufferSize(cusparseHandle_t handle, cusparseOperation_t opa, cusparseOperation_t opb, const void *alpha,
-                                    cusparseConstDnMatDescr_t a, cusparseConstDnMatDescr_t b, const void *beta, cusparseSpMatDescr_t c,
-                                    cudaDataType compute, cusparseSDDMMAlg_t algorithm, size_t *bytes) { return no_buffer(bytes); }
-API Status cusparseXcoosort_bufferSizeExt(cusparseHandle_t handle, int m, int n, int nonzeros, const int *row, const int *column, size_t *bytes) {
+API Status cusparseSpMM_bufferSize(cusparseHandle_t handle, cusparseOperation_t opa, cusparseOperation_t opb,
+                                   const void *alpha, cusparseConstSpMatDescr_t a, cusparseConstDnMatDescr_t b,
+                                   const void *beta, cusparseDnMatDescr_t c, cudaDataType compute,
+                                   cusparseSpMMAlg_t algorithm, size_t *bytes) {
   return no_buffer(bytes);
 }
-API Status cusparseXcsrsort_bufferSizeExt(cusparseHandle_t handle, int m, int n, int nonzeros, const int *row, const int *column, size_t *bytes) {
+API Status cusparseSpMV_bufferSize(cusparseHandle_t handle, cusparseOperation_t opa, const void *alpha,
+                                   cusparseConstSpMatDescr_t a, cusparseConstDnVecDescr_t x, const void *beta,
+                                   cusparseDnVecDescr_t y, cudaDataType compute, cusparseSpMVAlg_t algorithm,
+                                   size_t *bytes) {
+  return no_buffer(bytes);
+}
+API Status cusparseSDDMM_bufferSize(cusparseHandle_t handle, cusparseOperation_t opa, cusparseOperation_t opb,
+                                    const void *alpha, cusparseConstDnMatDescr_t a, cusparseConstDnMatDescr_t b,
+                                    const void *beta, cusparseSpMatDescr_t c, cudaDataType compute,
+                                    cusparseSDDMMAlg_t algorithm, size_t *bytes) {
+  return no_buffer(bytes);
+}
+API Status cusparseXcoosort_bufferSizeExt(cusparseHandle_t handle, int m, int n, int nonzeros, const int *row,
+                                          const int *column, size_t *bytes) {
+  return no_buffer(bytes);
+}
+API Status cusparseXcsrsort_bufferSizeExt(cusparseHandle_t handle, int m, int n, int nonzeros, const int *row,
+                                          const int *column, size_t *bytes) {
   return no_buffer(bytes);
 }
 EXPORT_CONSTANT(cusparseSpMM, DONE)

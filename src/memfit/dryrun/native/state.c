@@ -59,10 +59,12 @@ static void after_fork(void) { pthread_mutex_unlock(&mutex); }
 // Device addresses are reserved, without memory behind them: a host access faults, as it would for a real GPU's.
 static void reserve_addresses(void) {
   void *want = (void *)DEVICE_BASE;
-  void *got = mmap(want, DEVICE_SPAN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+  void *got =
+      mmap(want, DEVICE_SPAN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
   if (got == want) return;
-  perror("memfit: cannot reserve the address range of the made-up GPU (32 TiB, nothing is stored in it; "
-         "is the virtual memory of this process limited by ulimit -v?)");
+  perror(
+      "memfit: cannot reserve the address range of the made-up GPU (32 TiB, nothing is stored in it; "
+      "is the virtual memory of this process limited by ulimit -v?)");
   abort();
 }
 

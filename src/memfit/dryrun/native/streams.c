@@ -5,7 +5,9 @@
 
 #define FIRST_STREAM ((uintptr_t)0x0F0000000000)  // looks like no host or device address
 
-typedef struct { uint64_t stamp; } Event;  // 0: never recorded
+typedef struct {
+  uint64_t stamp;
+} Event;  // 0: never recorded
 
 static uint64_t clock_now, completed;
 
@@ -25,7 +27,9 @@ static cudaError_t new_stream(cudaStream_t *stream) {
 
 API cudaError_t cudaStreamCreate(cudaStream_t *stream) { return new_stream(stream); }
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return new_stream(stream); }
-API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { return new_stream(stream); }
+API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+  return new_stream(stream);
+}
 API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
   *priority = 0;
   return cudaSuccess;
@@ -88,7 +92,9 @@ API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   unlock();
   return cudaSuccess;
 }
-API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return cudaEventRecord(event, stream); }
+API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+  return cudaEventRecord(event, stream);
+}
 API cudaError_t cudaEventQuery(cudaEvent_t event) {
   lock();
   bool done = ((Event *)event)->stamp <= completed;

@@ -13,11 +13,12 @@
 #define API __attribute__((visibility("default")))
 
 // A runtime call that succeeds and does nothing.
-#define SUCCEEDS(name, ...) API cudaError_t name(__VA_ARGS__) { return cudaSuccess; }
+#define SUCCEEDS(name, ...) \
+  API cudaError_t name(__VA_ARGS__) { return cudaSuccess; }
 
 // By the x86-64 calling convention a function may ignore all of its arguments, so a call whose arguments do
 // not matter needs no prototype: it is defined under another C name and exported under its own.
-#define EXPORT_CONSTANT(name, value) \
+#define EXPORT_CONSTANT(name, value)               \
   API int memfit_stub_##name(void) __asm__(#name); \
   int memfit_stub_##name(void) { return (value); }
 
@@ -29,20 +30,20 @@ typedef struct {
   char name[256];
   int compute_capability;  // 86 for 8.6
   int sm_count;
-  int count;               // devices that this process may see: 0 or 1
+  int count;  // devices that this process may see: 0 or 1
   size_t l2_bytes;
-  size_t total_bytes;      // what cudaMemGetInfo calls total
-  size_t nvml_total_bytes; // what nvidia-smi calls total
-  size_t context_bytes;    // taken before the first allocation
+  size_t total_bytes;       // what cudaMemGetInfo calls total
+  size_t nvml_total_bytes;  // what nvidia-smi calls total
+  size_t context_bytes;     // taken before the first allocation
   size_t cudnn_workspace_bytes;
-  bool first_fit;          // reuse freed addresses
-  bool manual_events;      // an event has happened once something was synchronised
+  bool first_fit;      // reuse freed addresses
+  bool manual_events;  // an event has happened once something was synchronised
   bool log;
 } Settings;
 
 typedef struct {
-  size_t used_bytes;       // without the context
-  size_t peak_bytes;       // of used_bytes
+  size_t used_bytes;  // without the context
+  size_t peak_bytes;  // of used_bytes
   unsigned long mallocs, frees, creates, releases, maps, unmaps, failed, launches;
 } Account;
 
