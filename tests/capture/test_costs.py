@@ -1,4 +1,4 @@
-"""FLOPs against PyTorch's counter, bytes against what each operator must touch, seconds against the roofline."""
+"""FLOPs against PyTorch's counter, bytes against what operators must touch, seconds against the roofline."""
 
 from __future__ import annotations
 

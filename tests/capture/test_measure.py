@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from models import gpt
 
 from memfit.capture import capture_step
 from memfit.capture.graph import StepGraph
@@ -29,13 +30,14 @@ LLAMA = (
     "hf:llama,hidden_size=2048,num_hidden_layers=16,num_attention_heads=32,num_key_value_heads=8,"
     "intermediate_size=8192,vocab_size=128256,batch=2,seq=2048,dtype=bf16"
 )
+MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "llama", "t5"))
 
 
 @pytest.fixture(scope="module")
 def worker():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
-        with Worker(A100, preload=("torch", "transformers", "torchvision")) as worker:
+        with Worker(A100, preload=("torch", "torchvision", *MODELS)) as worker:
             yield worker
 
 
@@ -152,19 +154,38 @@ def test_out_of_memory_while_the_model_is_built(worker):
 
 
 def test_captured_on_a_gpu_the_operators_are_cudas():
-    graph = capture_step(f"{SMALL},dtype=bf16-autocast", gpu="a100-80gb")
+    graph = capture_step(gpt(precision="bf16-autocast", dropout=0.0), gpu="a100-80gb")
     names = {op.name for op in graph.ops}
     assert "aten._scaled_dot_product_flash_attention.default" in names
     assert "aten._foreach_addcdiv_.ScalarList" in names
     assert not any("for_cpu" in name for name in names)
     assert graph.device == "cuda"
     backward = [op.module for op in graph.ops if op.phase == "backward" and "attention" in op.name]
-    assert backward == [f"transformer.h.{layer}.attn" for layer in (2, 1, 0)]
+    assert backward == ["blocks.1", "blocks.0"]
+
+
+@pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
+def test_on_a_gpu_recomputation_runs_in_autograds_thread_and_is_attributed_all_the_same(recompute):
+    graph = capture_step(gpt(recompute=recompute), gpu="a100-80gb")
+    cpu = capture_step(gpt(recompute=recompute))
+    for phase in ("recompute", "backward"):
+        for module in ("blocks.0.up", "blocks.1.ln1", "blocks.1.qkv"):
+            here, there = (
+                {
+                    op.name
+                    for op in g.ops
+                    if (op.phase, op.module) == (phase, module) and "layer_norm" in op.name
+                }
+                | {str(op.flops) for op in g.ops if (op.phase, op.module) == (phase, module) and op.flops}
+                for g in (graph, cpu)
+            )
+            assert here == there
 
 
 def test_capturing_what_does_not_fit_says_so():
-    with pytest.raises(ToolFailure, match="does not fit NVIDIA GeForce RTX 3060"):
-        capture_step("hf:gpt2", gpu="rtx3060-12gb")
+    tiny = dataclasses.replace(A100, runtime_total_bytes=A100.context_bytes + 8 * 2**20)
+    with pytest.raises(ToolFailure, match="does not fit NVIDIA A100"):
+        capture_step(gpt(), gpu=tiny)
 
 
 def test_a_workload_that_raises_names_its_line(worker, tmp_path):

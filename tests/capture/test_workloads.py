@@ -1,4 +1,4 @@
-"""Texts to workloads: each key does what it says, each slip gets one clear line, references cross processes."""
+"""Texts to workloads: each key does what it says, each slip gets one line, references cross processes."""
 
 from __future__ import annotations
 

@@ -37,6 +37,11 @@ def gpu_worker():
             yield worker
 
 
+def line_of(text):
+    lines = (HERE / "worker_targets.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
 def alive(pid):
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -83,7 +88,8 @@ def test_out_of_memory_is_a_value(gpu_worker):
 
 def test_what_user_code_raises_comes_with_its_line(plain_worker):
     with pytest.raises(
-        WorkloadFailed, match=r"ValueError: no such thing \(.*worker_targets.py:28 in raises\)"
+        WorkloadFailed,
+        match=rf"ValueError: no such thing \(.*worker_targets.py:{line_of('no such thing')} in raises\)",
     ):
         plain_worker.call("worker_targets:raises")
 
@@ -211,9 +217,14 @@ def test_importing_the_parent_side_loads_no_torch():
     assert done.stdout == "False\n"
 
 
-def test_preload_follows_the_workload():
+def test_preload_follows_the_workload(tmp_path, monkeypatch):
     assert "transformers" in preload_for("hf:gpt2,batch=8") and "torchvision" in preload_for("tv:resnet50")
-    assert preload_for("train.py:workload") == preload_for(None) == ("torch",)
+    assert preload_for("no_such_file.py:workload") == ("torch",)
+    file = tmp_path / "train.py"
+    file.write_text("import torch\nfrom torchvision.models import resnet50\nif True:\n    import timm, os\n")
+    assert preload_for(f"{file}:workload") == ("torch", "?torchvision", "?timm")
+    monkeypatch.setitem(sys.modules, "peft", sys)
+    assert "?peft" in preload_for(None)
 
 
 def _env():

@@ -13,7 +13,11 @@ def device():
     import torch
 
     torch.ones(3, device="cuda")
-    return [torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1], list(torch.cuda.get_device_capability())]
+    return [
+        torch.cuda.get_device_name(),
+        torch.cuda.mem_get_info()[1],
+        list(torch.cuda.get_device_capability()),
+    ]
 
 
 def echo(**arguments):

@@ -16,6 +16,7 @@ class CostMode(TorchDispatchMode):
     """Sums FLOPs and predicted seconds of the operators that run under it, by phase.
 
     Example:
+        >>> import torch
         >>> from memfit.core.devices import find_gpu
         >>> costs = CostMode(find_gpu("a100-80gb"), device="cpu")
         >>> with costs:

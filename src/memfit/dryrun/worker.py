@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -38,6 +39,8 @@ _START = (
     "from memfit.dryrun.worker_child import main; main({fd}, {preload!r})"
 )
 _SECONDS_TO_END = 5.0
+# Libraries that take seconds to import and do not touch CUDA on import.
+_SLOW_LIBRARIES = ("transformers", "torchvision", "timm", "peft", "accelerate", "diffusers")
 
 
 class Worker:
@@ -259,12 +262,27 @@ class _Fork:
 
 def preload_for(spec: str | None) -> tuple[str, ...]:
     """The modules worth loading before forks for a workload's text; those with ``?`` may be missing."""
-    if spec is not None and spec.startswith("hf:"):
-        name = spec[3:].partition(",")[0]
+    kind, _, rest = (spec or "").partition(":")
+    if kind == "hf":
+        name = rest.partition(",")[0]
         return ("torch", "transformers", f"?transformers.models.{name}.modeling_{name}")
-    if spec is not None and spec.startswith("tv:"):
+    if kind == "tv":
         return ("torch", "torchvision")
-    return ("torch",)
+    if spec is None:  # made in this process, out of what is loaded here
+        return ("torch", *(f"?{name}" for name in _SLOW_LIBRARIES if name in sys.modules))
+    return (
+        "torch",
+        *(f"?{name}" for name in _SLOW_LIBRARIES if name in _imports_of(spec.rpartition(":")[0])),
+    )
+
+
+def _imports_of(file: str) -> set[str]:
+    """The packages that a Python file imports by lines of its own; none when it cannot be read."""
+    try:
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    return set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
 
 
 def _environment(gpu: GPU | None) -> dict[str, str]:
