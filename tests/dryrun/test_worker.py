@@ -81,7 +81,7 @@ def test_out_of_memory_is_a_value(gpu_worker):
     assert oom["asked_bytes"] == 1 << 42
     assert (oom["file"], oom["line"], oom["function"]) == (
         str(HERE / "worker_targets.py"),
-        38,
+        line_of("1 << 42"),
         "out_of_memory",
     )
 
