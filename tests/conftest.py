@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from memfit.core.errors import CannotRunHere
+
+EXTRAS = {"models": "transformers", "vision": "torchvision"}
+"""The optional parts that tests may miss, and a module of each."""
 
 
 @functools.cache
@@ -38,6 +43,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         reason = reason_of() if item.get_closest_marker(mark) else None
         if reason:
             pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """A test that needs an extra which is not installed here is skipped, with what a user would be told."""
+    try:
+        yield
+    except CannotRunHere as reason:
+        missing = [extra for extra, module in EXTRAS.items() if importlib.util.find_spec(module) is None]
+        if any(f"memfit[{extra}]" in str(reason) for extra in missing):
+            pytest.skip(str(reason))
+        raise
 
 
 @pytest.fixture(scope="session")
