@@ -71,7 +71,7 @@ pip_install() {
 # set_up FOLDER CONSTRAINTS EXTRAS WHAT: an environment, made anew only where what it is made of has changed.
 set_up() {
     local folder=$1 constraints=$2 extras=$3 what=$4 python wanted index
-    wanted=$(cat "$constraints" pyproject.toml | cksum)
+    wanted=$(pwd | cat - "$constraints" pyproject.toml | cksum)
     if "$folder/bin/python" -c '' 2>/dev/null && [ "$wanted" = "$(cat "$folder/made-of" 2>/dev/null)" ]; then
         return
     fi
@@ -129,12 +129,12 @@ lint() {
 
 checks() {
     stage "ruff: lint and format" lint
-    stage "mypy: types" .venv/bin/mypy
+    stage "mypy: types" .venv/bin/python -m mypy
     stage "pytest: this environment" .venv/bin/python -m pytest -q -n 2
 }
 
 portable_fit() {
-    .venv-cpu/bin/memfit fit hf:gpt2,batch=2,seq=256 --gpu rtx3060-12gb --budget 2GiB
+    .venv-cpu/bin/python -m memfit fit hf:gpt2,batch=2,seq=256 --gpu rtx3060-12gb --budget 2GiB
 }
 
 # One thread per process: the two test processes share two cores.
@@ -143,7 +143,7 @@ export OMP_NUM_THREADS=1
 case ${1:-fit} in
 fit)
     set_up_main
-    exec .venv/bin/memfit fit hf:gpt2,batch=8,seq=1024 --gpu rtx3060-12gb --report memfit-report.html
+    exec .venv/bin/python -m memfit fit hf:gpt2,batch=8,seq=1024 --gpu rtx3060-12gb --report memfit-report.html
     ;;
 test)
     set_up_main

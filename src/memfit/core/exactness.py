@@ -1,4 +1,4 @@
-"""How far a changed training step may move from the plain one: three grades, and what several together come to."""
+"""How far a changed training step may move from the plain one: three grades, and what several add up to."""
 
 from __future__ import annotations
 
