@@ -1,4 +1,4 @@
-"""The caching allocator against what PyTorch's own did: every placement, every counter, every final segment."""
+"""The caching allocator against what PyTorch's own did: placements, counters, final segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings string: PyTorch 2.14's verdicts (each was put to its own parser), reasons and warnings in words."""
+"""The settings string: PyTorch 2.14's verdicts (by its own parser), reasons, warnings."""
 
 from __future__ import annotations
 

@@ -44,16 +44,16 @@ class OutOfMemory(MemfitError):
         self.limit_bytes = limit_bytes
         self.allocated_bytes = allocated_bytes
         super().__init__(
-            f"out of memory: {requested_bytes} bytes asked for; of {limit_bytes} bytes, {reserved_bytes} are reserved"
-            f" and {allocated_bytes} allocated"
+            f"out of memory: {requested_bytes} bytes asked for; of {limit_bytes} bytes,"
+            f" {reserved_bytes} are reserved and {allocated_bytes} allocated"
         )
 
 
 class BaseAllocator(ABC):
     """An allocation policy over a made-up address space.
 
-    A subclass takes its settings in ``__init__(config)``; whoever replays a trace through it needs no more than
-    the three methods.
+    A subclass takes its settings in ``__init__(config)``; whoever replays a trace through it needs no more
+    than the three methods.
     """
 
     @abstractmethod
@@ -78,5 +78,5 @@ class BaseAllocator(ABC):
 
     @abstractmethod
     def stats(self) -> Mapping[str, Any]:
-        """Counters of the policy; at least ``allocated_bytes``, ``reserved_bytes`` and ``requested_bytes``, each
-        ``{"all": [current, peak, allocated, freed]}`` in bytes."""
+        """Counters of the policy; at least ``allocated_bytes``, ``reserved_bytes`` and ``requested_bytes``,
+        each ``{"all": [current, peak, allocated, freed]}`` in bytes."""

@@ -1,7 +1,7 @@
 """PyTorch's CUDA caching allocator, modelled exactly: same blocks, same segments, same counters.
 
-The rules were established against the compiled allocator of torch 2.14.1 (see ``docs/architecture.md``); the tests
-replay traces whose results that allocator gave. Memory here is address space only.
+The rules were established against the compiled allocator of torch 2.14.1 (see ``docs/architecture.md``); the
+tests replay traces whose results that allocator gave. Memory here is address space only.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class CachingConfig:
     Attributes:
         total_bytes: memory of the device.
         settings: the allocator's settings, or the text of ``PYTORCH_ALLOC_CONF``.
-        memory_fraction: as ``torch.cuda.set_per_process_memory_fraction``; ``None`` leaves what the settings say.
-        events: ``"instant"``: work on other streams is done when a block is freed; ``"manual"``: it is pending
-            until `CachingAllocator.synchronize`.
+        memory_fraction: as ``torch.cuda.set_per_process_memory_fraction``; ``None`` leaves what the settings
+            say.
+        events: ``"instant"``: work on other streams is done when a block is freed; ``"manual"``: it is
+            pending until `CachingAllocator.synchronize`.
         tie_break: between free blocks of one size, the segment that was made first (torch from 2.14), or the
             lowest address (before).
     """
@@ -64,8 +65,8 @@ class CachingConfig:
 class CachingAllocator(BaseAllocator):
     """The allocator behind ``torch.empty(..., device="cuda")``.
 
-    `allocate` and `deallocate` are the interface of every policy; `malloc` and `free` are the same on the inner
-    chunks, for replays of millions of events.
+    `allocate` and `deallocate` are the interface of every policy; `malloc` and `free` are the same on the
+    inner chunks, for replays of millions of events.
 
     Example:
         >>> allocator = CachingAllocator(CachingConfig(total_bytes=1 << 30))
@@ -351,8 +352,8 @@ class CachingAllocator(BaseAllocator):
     def _process_events(self) -> None:
         done = [chunk for chunk, is_done in self._pending if is_done]
         self._pending = [entry for entry in self._pending if not entry[1]]
-        # PyTorch walks a table of streams and frees a block at the last one that used it: the default stream first,
-        # then the newest. The order shows in nothing but the peak and the running count of inactive_split.
+        # PyTorch walks a table of streams and frees a block at the last one that used it: the default stream
+        # first, then the newest. The order shows only in the peak and the running count of inactive_split.
         done.sort(key=lambda chunk: max(-stream if stream else -(1 << 62) for stream in chunk.streams or {0}))
         for chunk in done:
             if self.rising:
@@ -441,7 +442,7 @@ class CachingAllocator(BaseAllocator):
         del self.regions[chunk.region.ordinal]
 
     def _give_back_oversize(self, home: FreeList, size: int) -> bool:
-        """With max_split_size: free one cached block that is large enough, or the largest until they add up."""
+        """With max_split_size: free one cached block that is large enough, or several large ones."""
         if self._max_split >= 1 << 62:
             return False
         wanted = max(size, self._max_split)

@@ -1,4 +1,4 @@
-"""The mutable pieces inside the caching allocator: device ranges, the chunks that tile them, sorted free lists."""
+"""The mutable pieces inside the caching allocator: device ranges, the chunks in them, free lists."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FREE, ALLOCATED, PENDING, UNMAPPED = (int(state) for state in State)
 
 
 class Region:
-    """One range of device addresses: a ``cudaMalloc``, or a reservation that memory is mapped into page by page."""
+    """One range of device addresses: a ``cudaMalloc``, or a reservation filled page by page."""
 
     __slots__ = ("address", "first", "ordinal", "page_bytes", "size")
 
@@ -42,7 +42,7 @@ class Region:
 
 
 class Chunk:
-    """A stretch of a region; neighbours are linked. Plain attributes: this is the inner loop of every replay."""
+    """A stretch of a region, linked to its neighbours. Plain attributes: replays live in here."""
 
     __slots__ = (
         "born",
@@ -100,7 +100,7 @@ class Counters:
 
 
 class FreeList:
-    """The free chunks of one pool on one stream, in best-fit order, and its unmapped ones in address order."""
+    """The free chunks of a pool on one stream, in best-fit order; unmapped ones in address order."""
 
     __slots__ = ("chunks", "counters", "keys", "small", "stream", "unmapped", "unmapped_addresses")
 

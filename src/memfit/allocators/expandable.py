@@ -32,7 +32,7 @@ def _room(chunk: Chunk) -> int:
 
 
 def allocate(allocator: CachingAllocator, home: FreeList, size: int) -> Chunk | None:
-    """A free chunk of at least ``size``, mapped where need be and taken out of the free list; None: no memory."""
+    """A free chunk of ``size`` or more, mapped where need be, out of its free list; None: no memory."""
     chunk = _candidate(allocator, home, size)
     if chunk.state == UNMAPPED and not _map(allocator, chunk, min(chunk.size, size)):
         return None
@@ -97,7 +97,7 @@ def _map(allocator: CachingAllocator, chunk: Chunk, size: int) -> bool:
 
 
 def unmap(allocator: CachingAllocator, chunk: Chunk) -> None:
-    """Give the whole pages inside a free chunk back; its edges stay free. An all unmapped range is given up."""
+    """Give the whole pages in a free chunk back; its edges stay free. An unmapped range is given up."""
     region, home = chunk.region, chunk.home
     page = region.page_bytes
     start = -(-chunk.offset // page) * page

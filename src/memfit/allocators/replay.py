@@ -52,8 +52,8 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """One block of a segment; state ``"A"`` allocated, ``"P"`` freed but in use by another stream, ``"I"`` free.
-    ``requested_bytes`` of a free block is what its last use asked for."""
+    """One block of a segment; state ``"A"`` allocated, ``"P"`` freed but in use by another stream, ``"I"``
+    free. ``requested_bytes`` of a free block is what its last use asked for."""
 
     offset_bytes: int
     size_bytes: int
@@ -87,8 +87,8 @@ class ReplayResult:
         ooms: operations that ran out of memory; they and later uses of their blocks are skipped.
         stats: as `CachingAllocator.stats`.
         segments: what is held at the end, in address order.
-        peak_requested_bytes, peak_allocated_bytes, peak_reserved_bytes: over the whole replay (or since the last
-            ``reset_peak``).
+        peak_requested_bytes, peak_allocated_bytes, peak_reserved_bytes: over the whole replay (or since the
+            last ``reset_peak``).
     """
 
     event_count: int
@@ -257,7 +257,7 @@ def _other_step(allocator: CachingAllocator, step: int, chunk: Chunk | None, str
 
 
 def segments_of(allocator: CachingAllocator) -> tuple[SegmentLayout, ...]:
-    """What an allocator holds now, in address order; an expandable range shows one segment per mapped stretch."""
+    """What an allocator holds now, in address order; of an expandable range, each mapped stretch."""
     runs: list[list[Chunk]] = []
     previous: Chunk | None = None
     for chunk in allocator.chunks():

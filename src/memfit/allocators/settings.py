@@ -1,7 +1,7 @@
 """The settings string of PyTorch's CUDA allocator (``PYTORCH_ALLOC_CONF``), read as PyTorch 2.14 reads it.
 
-Verdicts are PyTorch's own, also where they are lenient (separators between entries are not looked at, text behind a
-number is ignored); what it misreads in silence comes back as a warning.
+Verdicts are PyTorch's own, also where they are lenient (separators between entries are not looked at, text
+behind a number is ignored); what it misreads in silence comes back as a warning.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _REAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 class CachingSettings:
     """Settings of the caching allocator; the defaults are PyTorch's.
 
-    ``roundup_power2_divisions[i]`` holds for sizes from 2^i MiB to 2^(i+1) MiB (the first also for all below, the
-    last for all above); 0 and 1 mean no rounding beyond 512 bytes.
+    ``roundup_power2_divisions[i]`` holds for sizes from 2^i MiB to 2^(i+1) MiB (the first also for all
+    below, the last for all above); 0 and 1 mean no rounding beyond 512 bytes.
     """
 
     max_split_size_bytes: int = UNLIMITED_BYTES
@@ -66,7 +66,7 @@ def parse_settings(text: str) -> ParsedSettings:
     """Read a value of ``PYTORCH_ALLOC_CONF`` (or ``PYTORCH_CUDA_ALLOC_CONF``).
 
     Raises:
-        UsageError: PyTorch would refuse the value; the message says why and, where it can be told, what was meant.
+        UsageError: PyTorch would refuse the value; the message says why and, if it can, what was meant.
 
     Example:
         >>> parse_settings("max_split_size_mb:128,expandable_segments:True").settings.expandable_segments
@@ -312,7 +312,7 @@ KEYS: dict[str, Callable[[_Reader, str], None]] = {
 
 
 def round_size(size_bytes: int, settings: CachingSettings) -> int:
-    """The block size in bytes for a request: 512-byte steps, or a fraction of a power of two where that is set.
+    """The block size in bytes for a request: 512-byte steps, or fractions of a power of two if so set.
 
     Example:
         >>> round_size(1, CachingSettings()), round_size(513, CachingSettings())
@@ -329,7 +329,7 @@ def round_size(size_bytes: int, settings: CachingSettings) -> int:
 
 
 def segment_bytes(size_bytes: int, settings: CachingSettings) -> int:
-    """How much is taken from the device for a block of (rounded) ``size_bytes`` that no cached block serves."""
+    """What is taken from the device for a (rounded) ``size_bytes`` that no cached block serves."""
     if size_bytes <= SMALL_LIMIT_BYTES:
         return SMALL_SEGMENT_BYTES
     if size_bytes < LARGE_SEGMENT_LIMIT_BYTES:

@@ -50,7 +50,7 @@ class Peaks:
 
 
 class StatsBook:
-    """Peaks and plain counts of one allocator. Peaks are noted when totals start to fall, not at each rise."""
+    """Peaks and plain counts of one allocator. Peaks are noted when totals begin to fall."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
@@ -133,7 +133,7 @@ class StatsBook:
             gauge.peak = gauge.current
 
     def report(self) -> dict[str, Any]:
-        """Everything, as ``{name: {"all" | "small" | "large": [current, peak, allocated, freed]}}`` and numbers."""
+        """Everything: ``{name: {"all" | "small" | "large": [current, peak, allocated, freed]}}``, numbers."""
         self.note_peaks()
         allocator = self._allocator
         limit = allocator.settings.max_split_size_bytes

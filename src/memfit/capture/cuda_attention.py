@@ -1,7 +1,7 @@
 """Which kernel CUDA takes for scaled dot-product attention, and the call of that kernel.
 
-The rules are those of PyTorch's ``sdp_utils.cpp`` as CUDA-13 builds of torch 2.14 behave; the tests compare them with what
-such a build chose on made-up GPUs of seven architectures.
+The rules are those of PyTorch's ``sdp_utils.cpp`` as CUDA-13 builds of torch 2.14 behave; the tests compare
+them with what such a build chose on made-up GPUs of seven architectures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Attention:
 def choose_attention(call: Attention, capability: tuple[int, int]) -> Backend:
     """The first kernel, in PyTorch's order for a GPU of this compute capability, that can run the call."""
     prefers_cudnn = capability[0] in (9, 10)
-    order: tuple[Backend, ...] = ("cudnn", "flash", "efficient") if prefers_cudnn else ("flash", "efficient", "cudnn")
+    order: tuple[Backend, ...] = (
+        ("cudnn", "flash", "efficient") if prefers_cudnn else ("flash", "efficient", "cudnn")
+    )
     for backend in order:
         if _RULES[backend](call, capability):
             return backend
@@ -100,6 +102,8 @@ def _cudnn(call: Attention, capability: tuple[int, int]) -> bool:
     head, value_head = call.query[-1], call.value[-1]
     if call.dtype not in _HALVES or head % 8 or value_head % 8 or not _cudnn_heads(call, capability):
         return False
+    if capability[0] == 10 and call.query[2] == 1:
+        return False
     if (call.dropout * 16) % 1 or call.key[2] == 1 or (call.dropout > 0 and call.query[2] == 1):
         return False
     return _common(call) and not (call.masked and call.causal)
@@ -129,12 +133,18 @@ def attention(
     enable_gqa: bool = False,
     capability: tuple[int, int],
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` as a GPU of this compute capability runs it: the same tensors in the same order."""
+    """``scaled_dot_product_attention`` as a GPU of this compute capability runs it: the same tensors in the
+    same order.
+    """
     call = _described(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     backend = choose_attention(call, capability)
     mask = attn_mask
     if mask is not None and mask.dtype is torch.bool:
-        mask = torch.where(mask.logical_not(), float("-inf"), torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device))
+        mask = torch.where(
+            mask.logical_not(),
+            float("-inf"),
+            torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device),
+        )
     if backend == "cudnn":
         out = aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, call.needs_gradient, dropout_p, is_causal, False, scale=scale
@@ -179,7 +189,12 @@ def _described(
 
 
 def _flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, causal: bool, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
 ) -> torch.Tensor:
     """The flash kernel works on head sizes in steps of 8; others are padded, and the result is cut."""
     head = query.shape[-1]
@@ -187,7 +202,9 @@ def _flash_attention(
     missing = -head % _FLASH_ALIGNMENT
     if missing:
         query, key, value = (torch.constant_pad_nd(tensor, [0, missing]) for tensor in (query, key, value))
-    out: torch.Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout, causal, False, scale=scale
+    )[0]
     return out[..., :head] if missing else out
 
 
