@@ -100,7 +100,8 @@ class CNN(nn.Module):
 
 
 class Stateful(nn.Module):
-    """Changes everything a forward can change: a power iteration, a moving average, a counter, an attribute."""
+    """Changes everything a forward can change: a power iteration, a moving average, a counter, an
+    attribute."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -271,9 +272,7 @@ CASES: dict[str, Case] = {
         Case("hf-llama", _hf_model("llama", **_LLAMA), _seeded(_hf_batch), _hf, 2, True),
         Case(
             "hf-t5",
-            _hf_model(
-                "t5", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
-            ),
+            _hf_model("t5", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0),
             _seeded(_hf_batch),
             _hf,
             4,

@@ -228,7 +228,7 @@ def _can_be_block(module: nn.Module) -> bool:
 
 
 def _has_no_forward(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _class_of(module: nn.Module) -> type:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint
 
 from memfit.techniques.key_value_caches import CacheSeed, is_cache, seed_of
@@ -75,11 +76,14 @@ class CheckpointedForward:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         if torch.compiler.is_compiling():
-            # The compiler's partitioner keeps buffers and random state right by itself, and knows no
-            # dispatch modes.
+            # The compiler keeps buffers and random state right by itself, and chooses what to keep by itself.
+            # What a checkpointed region changes beside its outputs it cannot trace: so no caches.
+            kwargs = {key: None if is_cache(value) else value for key, value in kwargs.items()}
+            args = tuple(None if is_cache(value) else value for value in args)
             return checkpoint(original, *args, use_reentrant=False, **kwargs)
         return self._checkpointed(original, args, kwargs)
 
+    @_disable_dynamo
     def _checkpointed(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         block = self._block()
         assert block is not None, "a forward outlived its block"
