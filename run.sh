@@ -75,10 +75,14 @@ set_up() {
     if "$folder/bin/python" -c '' 2>/dev/null && [ "$wanted" = "$(cat "$folder/made-of" 2>/dev/null)" ]; then
         return
     fi
-    python=$(find_python)
-    need_venv "$python"
-    say "making $folder with $("$python" --version)"
-    "$folder/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$folder"
+    if "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
+        say "bringing $folder up to date"
+    else
+        python=$(find_python)
+        need_venv "$python"
+        say "making $folder with $("$python" --version)"
+        "$python" -m venv --clear "$folder" || give_up "$python could not make $folder"
+    fi
     say "installing $what"
     index=$(cpu_index "$folder" "$constraints")
     # shellcheck disable=SC2086  # empty or two words
