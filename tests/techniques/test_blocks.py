@@ -113,12 +113,18 @@ class _Down(nn.Module):
             nn.Conv2d(width, 2 * width, 3), nn.ReLU(), nn.Conv2d(2 * width, 2 * width, 3)
         )
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.convs(x)
+
 
 class _UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down1, self.down2, self.down3 = _Down(4), _Down(8), _Down(16)
         self.out = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.down3(self.down2(self.down1(x))))
 
 
 class _MoE(nn.Module):
@@ -128,6 +134,10 @@ class _MoE(nn.Module):
         super().__init__()
         self.router = nn.Linear(width, 4)
         self.experts = nn.ModuleList(MLPBlock(width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.router(x).softmax(-1)
+        return x + sum(shares[..., [n]] * expert(x) for n, expert in enumerate(self.experts))
 
 
 def _with_an_odd_one() -> nn.Module:

@@ -128,7 +128,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "module": (lambda x: nn.CrossEntropyLoss(ignore_index=5)(x.view(-1, CLASSES), TARGET.view(-1)), True),
     "sum, weighted": (
         lambda x: F.cross_entropy(
-            x.flatten(0, 1), TARGET.flatten(), torch.linspace(0, 1, CLASSES), reduction="sum"
+            x.flatten(0, 1), TARGET.flatten(), torch.linspace(0, 1, CLASSES).to(x.dtype), reduction="sum"
         ),
         True,
     ),
@@ -177,17 +177,19 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 
 class _Largest(TorchDispatchMode):
-    """The largest tensor that any operation made."""
+    """The most rows of logits (tensors whose last dimension is the vocabulary) that any operation made."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = CLASSES) -> None:
         super().__init__()
-        self.elements = 0
+        self.classes, self.rows = classes, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DeferredLogits):
-                self.elements = max(self.elements, tensor.numel())
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DeferredLogits) and tensor.dim():
+                self.rows = max(
+                    self.rows, tensor.numel() // self.classes * (tensor.shape[-1] == self.classes)
+                )
         return out
 
 
@@ -213,7 +215,7 @@ def test_the_logits_never_exist(name: str) -> None:
     model = ChunkedCrossEntropy(chunks=6).apply(_LM())
     with _Largest() as largest:
         LOSSES[name][0](model(IDS)).backward()
-    assert (largest.elements < IDS.numel() * CLASSES) != beside
+    assert (largest.rows < IDS.numel()) != beside
 
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.language])
@@ -223,9 +225,9 @@ def test_losses_of_transformers_are_chunked(case: str) -> None:
     assert layer is not None
     tokens = next(iter(batch.values())).numel()
     ChunkedCrossEntropy(chunks=4).apply(model)
-    with _Largest() as largest:
+    with _Largest(layer.out_features) as largest:
         CASES[case].loss(model, batch).backward()
-    assert largest.elements < tokens * layer.out_features
+    assert 0 < largest.rows < tokens
 
 
 def test_what_the_stand_in_says_of_itself() -> None:
@@ -278,7 +280,7 @@ def test_autocast(cast: bool) -> None:
         assert loss.dtype == torch.float32
         results.append([loss, *(p.grad for p in model.parameters())])
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=0.02, atol=0.01 * float(a.abs().max()))
+        torch.testing.assert_close(b, a, rtol=0.02, atol=0.01 * float(a.detach().abs().max()))
 
 
 def test_a_bfloat16_model() -> None:
@@ -293,14 +295,14 @@ def test_a_bfloat16_model() -> None:
         assert loss.dtype == torch.float32
         results.append([loss, *(p.grad for p in model.parameters())])
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=0.05, atol=0.02 * float(a.abs().max()))
+        torch.testing.assert_close(b, a, rtol=0.05, atol=0.02 * float(a.detach().abs().max()))
 
 
 def test_a_scaled_half_precision_loss_keeps_its_small_gradients() -> None:
     """Gradients are formed unscaled, so the scale of a mean over many tokens does not push them under
     float16."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(64, 32, dtype=torch.half), torch.randn(CLASSES, 32, dtype=torch.half)
+    hidden, weight = torch.randn(64, 32).half(), (0.2 * torch.randn(CLASSES, 32)).half()
     hidden.requires_grad_(), weight.requires_grad_()
     target = torch.randint(0, CLASSES, (64,))
     terms = LossTerms(compute_dtype=torch.half, chunks=4)
@@ -308,8 +310,8 @@ def test_a_scaled_half_precision_loss_keeps_its_small_gradients() -> None:
     loss.backward(torch.tensor(1024.0))
     wide, wide_weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     F.cross_entropy(F.linear(wide, wide_weight), target).backward(torch.tensor(1024.0))
-    torch.testing.assert_close(hidden.grad.double(), wide.grad, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=0.02, atol=0.05)
+    for ours, exact in ((hidden.grad, wide.grad), (weight.grad, wide_weight.grad)):
+        torch.testing.assert_close(ours.double(), exact, rtol=0.01, atol=0.002 * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def _refuse_unfit(block: nn.Module, name: str) -> None:
         raise UsageError(f"block {name!r} is recomputed already; memfit.undo(model) takes that back")
     if isinstance(block, torch.jit.ScriptModule):
         raise UsageError(f"block {name!r} is a TorchScript module, whose forward cannot be replaced")
-    if type(block).forward is torch.nn.Module.forward:
+    if type(block).forward is torch.nn.Module.forward and "forward" not in vars(block):
         raise UsageError(
             f"{name!r} is a {type(block).__name__}, which is never called itself; name its members"
         )
