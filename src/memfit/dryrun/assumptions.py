@@ -3,7 +3,6 @@ data."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,7 +53,7 @@ def _compare_all(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _assume(answer: bool) -> Special:
-    """A check of unknown floats: they count as finite numbers."""
+    """A check of unknown floats: they count as finite numbers that equal no constant, zero included."""
 
     def check(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
@@ -81,10 +80,6 @@ def _with_itself(first: Any, second: Any) -> bool:
     return first is second
 
 
-def _with_no_number(_: Any, scalar: Any) -> bool:
-    return isinstance(scalar, float) and not math.isfinite(scalar)
-
-
 def _unscale(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient scaler's check: no gradient is infinite, so the optimizer steps."""
     found_inf = args[1]
@@ -102,6 +97,15 @@ def _fill_new(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict
             values.learn_uniform(out, _FILLS[func](args))
         elif values.keeps(out):
             values.learn_uniform(out, float(_FILLS[func](args)))
+    return out
+
+
+def _sum(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """How many there are of what is nowhere: none."""
+    if not values.has_uniform or not args[0].is_cuda or values.uniform(args[0]) not in (False, 0):
+        return MISSING
+    out = func(*args, **kwargs)
+    values.learn_uniform(out, 0)
     return out
 
 
@@ -209,6 +213,7 @@ _LOGIC = _overloads(
 
 SPECIAL: Mapping[Any, Special] = {
     **dict.fromkeys(_LOGIC, _uniform_result),
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default), _sum),
     **dict.fromkeys(_FILLS, _fill_new),
     **dict.fromkeys(_DYNAMIC, _select_known),
     **dict.fromkeys((aten.index.Tensor, aten.index_put.default, aten.index_put_.default), _index),
@@ -223,7 +228,7 @@ SPECIAL: Mapping[Any, Special] = {
     aten.isneginf.default: _assume(False),
     aten.eq.Tensor: _assume_if(_with_itself, True),
     aten.ne.Tensor: _assume_if(_with_itself, False),
-    aten.eq.Scalar: _assume_if(_with_no_number, False),
-    aten.ne.Scalar: _assume_if(_with_no_number, True),
+    aten.eq.Scalar: _assume(False),
+    aten.ne.Scalar: _assume(True),
 }
 """The operations that are not simply repeated on the shadows."""

@@ -23,15 +23,19 @@ from memfit.dryrun.native_writers import after_import
 _KEY = torch._C._dispatch_key_parse("Fake")
 _KEYS = torch._C.DispatchKeySet(_KEY)
 _set_key = torch._C._dispatch_tls_set_dispatch_key_included
+_key_is_on = torch._C._dispatch_tls_is_dispatch_key_included
+_ABOVE_MODES = (_KEYS | torch._C.DispatchKeySet(torch._C.DispatchKey.Python)).highestPriorityTypeId() == _KEY
+"""Up to PyTorch 2.11 the key comes before modes, where it cannot be used while one is active."""
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """``handler(func, args, kwargs)``: is to call ``func`` once, and to give its result."""
 
 
-class _Tracing(threading.local):
-    """How many tracing modes are active in this thread; on the thread's own count the key is off."""
+class _Before(threading.local):
+    """Whether the key was on before each mode that it stands back from, in this thread."""
 
-    depth = 0
+    def __init__(self) -> None:
+        self.states: list[bool] = []
 
 
 class Interception:
@@ -42,7 +46,7 @@ class Interception:
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._tracing = _Tracing()
+        self._before = _Before()
         self._libraries: list[Any] = []
 
     def install(self) -> None:
@@ -56,29 +60,31 @@ class Interception:
         everything = torch.library.Library("_", "IMPL")
         everything.fallback(called, "Fake")
         self._libraries = [everything, _let_views_through()]
-        self._stand_back_from_tracing()
+        self._stand_back_from_modes()
+        _let_higher_order_operators_through()
         _set_key(_KEY, True)
         os.register_at_fork(after_in_child=lambda: _set_key(_KEY, False))
 
-    def _stand_back_from_tracing(self) -> None:
-        """While fake tensors are traced (torch.compile) nothing runs on the device, and the key is switched
-        off."""
+    def _stand_back_from_modes(self) -> None:
+        """While fake tensors are traced (torch.compile) nothing runs on the device: the key is off."""
         classes = {
             "torch._subclasses.fake_tensor": "FakeTensorMode",
             "torch._subclasses.functional_tensor": "FunctionalTensorMode",
             "torch.fx.experimental.proxy_tensor": "ProxyTorchDispatchMode",
         }
+        if _ABOVE_MODES:
+            classes["torch.utils._python_dispatch"] = "TorchDispatchMode"
         after_import(
             {name: functools.partial(self._wrap_mode, class_name=cls) for name, cls in classes.items()}
         )
 
     def _wrap_mode(self, module: Any, *, class_name: str) -> None:
         mode = getattr(module, class_name)
-        enter, leave, tracing = mode.__enter__, mode.__exit__, self._tracing
+        enter, leave, before = mode.__enter__, mode.__exit__, self._before
 
         @functools.wraps(enter)
         def entered(self: Any) -> Any:
-            tracing.depth += 1
+            before.states.append(_key_is_on(_KEY))
             _set_key(_KEY, False)
             return enter(self)
 
@@ -87,11 +93,24 @@ class Interception:
             try:
                 return leave(self, *error)
             finally:
-                tracing.depth -= 1
-                if tracing.depth == 0:
-                    _set_key(_KEY, True)
+                _set_key(_KEY, before.states.pop())
 
         mode.__enter__, mode.__exit__ = entered, left
+
+
+def _let_higher_order_operators_through() -> None:
+    """They look for a kernel under every key; their inner operations come by one by one."""
+    operator: Any = torch._ops.HigherOrderOperator
+    for existing in list(torch._ops._higher_order_ops.values()):
+        existing.fallthrough(_KEY)
+    create = operator.__init__
+
+    @functools.wraps(create)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        self.fallthrough(_KEY)
+
+    operator.__init__ = init
 
 
 def _let_views_through() -> Any:
@@ -100,7 +119,7 @@ def _let_views_through() -> Any:
     Besides being quick, this is needed: PyTorch makes a ``Parameter`` of a fresh ``detach()``, which must not
     have been a Python object before.
     """
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")
     for schema in torch._C._jit_get_all_schemas():
         returns = schema.returns
         if schema.name.startswith("aten::") and returns and all(map(_only_aliases, returns)):

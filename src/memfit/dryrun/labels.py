@@ -7,6 +7,7 @@ The probe sets it before each operation, so the history can be read back operati
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,6 @@ class Labels:
 
     def __init__(self) -> None:
         self.phase = "init"
-        self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.on_new_root: Callable[[torch.nn.Module], None] = lambda module: None
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._stack = _Stack()
@@ -64,6 +64,8 @@ class Labels:
 
     def install(self) -> None:
         """Follow every module's forward. The hooks cost nothing where a frame is compiled."""
+        # torch.compile warns of global hooks; these are not the script's.
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global")
         torch.nn.modules.module.register_module_forward_pre_hook(self._enter)
         torch.nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
 
@@ -116,7 +118,6 @@ class Labels:
         """A model that is called for the first time: learn the names of its modules."""
         for name, module in root.named_modules():
             self._names.setdefault(module, name or type(root).__name__)
-        self.roots.add(root)
         self.on_new_root(root)
 
 

@@ -213,6 +213,7 @@ class _Launch:
                 "TMPDIR": temporary,
                 "TORCHINDUCTOR_CACHE_DIR": os.path.join(temporary, "inductor"),
                 "TRITON_CACHE_DIR": os.path.join(temporary, "triton"),
+                "PYTORCH_KERNEL_CACHE_PATH": temporary,
                 "MPLCONFIGDIR": os.path.join(temporary, "matplotlib"),
             }
             environment |= {**caches, **_OFFLINE}

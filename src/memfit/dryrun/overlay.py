@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 
 
@@ -31,7 +31,6 @@ class Overlay:
         folders = [os.path.realpath(folder) for folder in exempt]
         self._exempt = tuple(os.path.join(folder, "") for folder in (*folders, self.scratch))
         self._removed: set[str] = set()
-        self.active = False  # anything redirected or removed yet: while False, reading costs nothing
 
     def is_exempt(self, path: str) -> bool:
         """Whether writes to ``path`` are real."""
@@ -54,7 +53,7 @@ class Overlay:
 
     def for_reading(self, path: str) -> str:
         """The file that ``path`` means now. A removed one gives a name at which nothing is."""
-        if not self.active or self.is_exempt(path):
+        if self.is_exempt(path):
             return path
         place = self.place(path)
         if not os.path.lexists(place):
@@ -150,7 +149,7 @@ class Overlay:
         """
         self._must_exist(folder)
         place = self.place(folder)
-        if not self.active or self.is_exempt(folder):
+        if self.is_exempt(folder):
             return os.listdir(folder)
         real_is_seen = not self.is_hidden(folder) and os.path.isdir(folder)
         real = (
@@ -161,10 +160,9 @@ class Overlay:
         added = os.listdir(place) if os.path.isdir(place) else []
         return list(dict.fromkeys([*real, *added]))
 
-    def files(self) -> Iterator[str]:
-        """The real paths of the files that lie in the scratch folder."""
-        for folder, _, names in os.walk(self.scratch):
-            yield from (os.path.join(folder, name)[len(self.scratch) :] for name in names)
+    def is_as_it_was(self, folder: str) -> bool:
+        """Whether the script sees in ``folder`` what is really there."""
+        return self.is_exempt(folder) or not (self._removed or os.path.isdir(self.place(folder)))
 
     def _must_exist(self, path: str) -> None:
         if not self.exists(path):
@@ -185,14 +183,12 @@ class Overlay:
         self._must_exist(above)
         if not os.path.isdir(self.for_reading(above)):
             raise _error(errno.ENOTDIR, path)
-        self.active = True
         place = self.place(path)
         os.makedirs(os.path.dirname(place), exist_ok=True)
         return place
 
     def _hide(self, path: str) -> None:
         """Take away what the script made at ``path``, and remember that the user's is not to be seen."""
-        self.active = True
         ours = path if self.is_exempt(path) else self.place(path)
         if os.path.lexists(ours):
             shutil.rmtree(ours) if _is_true_folder(ours) else os.unlink(ours)

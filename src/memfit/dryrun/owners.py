@@ -7,6 +7,7 @@ allocator's history, and `history` later finds the block that was at the address
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -43,12 +44,23 @@ class Owners:
         self.note("gradient", [parameter.grad for parameter in parameters])
         self.note("buffer", model.buffers())
 
+    def note_living(self) -> None:
+        """Every leaf tensor that asks for a gradient, and its gradient: also models that nobody called."""
+        leaves = [thing for thing in gc.get_objects() if _is_leaf(thing)]
+        self.note("parameter", leaves)
+        self.note("gradient", [leaf.grad for leaf in leaves])
+
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters, gradients and state of an optimizer."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.note("parameter", parameters)
         self.note("gradient", [parameter.grad for parameter in parameters])
         self.note("optimizer_state", _inside(list(optimizer.state.values())))
+
+
+def _is_leaf(thing: Any) -> bool:
+    # By type: asking an object for its class may wake a lazily loaded module.
+    return issubclass(type(thing), torch.Tensor) and thing.requires_grad and thing.is_leaf
 
 
 def _addresses(tensors: Iterable[Any]) -> Iterator[int]:

@@ -92,6 +92,7 @@ class Probe:
 
     def note_out_of_memory(self, error: BaseException, func: Any = None) -> None:
         """A shortage of memory that reached Python, with what was running."""
+        self.owners.note_living()
         place = frames.current_place() if func is not None else frames.place_in_traceback(error)
         phase, last_func, module = self.labels.last
         running = func if func is not None else last_func
@@ -122,8 +123,7 @@ class Probe:
 
     def history(self, meta: Mapping[str, Any]) -> History:
         """All allocator events of the run, with what was noted about them."""
-        for root in list(self.labels.roots):
-            self.owners.note_model(root)
+        self.owners.note_living()
         now = self.recording.position()
         events = self.recording.snapshot()["device_traces"][0]
         recorded = collections.Counter(event["action"] for event in events)

@@ -298,7 +298,7 @@ def address_of(tensor: torch.Tensor) -> int:
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return 0
-    return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -18,10 +18,7 @@ COMPILED = (
     "torch.compile: the code ran as aot_eager with inductor's partitioner; fused kernels keep fewer "
     "temporaries, so the peak is an upper bound"
 )
-NCCL = (
-    "NCCL: collectives do nothing here, and the buffers of its communicators (0.5 to 0.7 GB each) are not "
-    "counted"
-)
+NCCL = "NCCL: the buffers of its communicators (0.5 to 0.7 GB each) are not counted"
 SPAWNED = "processes that the script started itself: only its main process is measured"
 _BACKEND = "aot_eager_decomp_partition"
 
@@ -53,16 +50,13 @@ def _compile(note: NoteMissing) -> None:
 
 
 def _distributed(note: NoteMissing, module: Any) -> None:
-    """A job of one rank needs no NCCL: PyTorch's fake process group takes its place."""
+    """A job of one rank needs no collectives, but NCCL takes memory of its own on a real GPU."""
     original = module.init_process_group
 
     @functools.wraps(original)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         if backend is None or "nccl" in str(backend):
             note(NCCL)
-            backend = "fake"
-            kwargs.pop("device_id", None)
-            kwargs.pop("pg_options", None)
         return original(backend, *args, **kwargs)
 
     module.init_process_group = init_process_group

@@ -153,7 +153,7 @@ class WriteGuard:
 
     def readable(self, path: Any) -> Any:
         """The path to read instead of ``path``; anything that is no path comes back as it is."""
-        return path if _busy.on or not self.overlay.active else self._resolved(path, self.overlay.for_reading)
+        return self._resolved(path, self.overlay.for_reading)
 
     def writable(self, path: Any) -> Any:
         """The path to write instead of ``path``, whose old content does not matter."""
@@ -326,7 +326,7 @@ class WriteGuard:
     def _listdir(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def listdir(path: Any = ".") -> Any:
-            if _busy.on or isinstance(path, int) or not self.overlay.active:
+            if _busy.on or isinstance(path, int) or self._is_as_it_was(path):
                 return original(path)
             names = self._names(path)
             return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
@@ -336,7 +336,7 @@ class WriteGuard:
     def _scandir(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def scandir(path: Any = ".") -> Any:
-            if _busy.on or isinstance(path, int | bytes) or not self.overlay.active:
+            if _busy.on or isinstance(path, int | bytes) or self._is_as_it_was(path):
                 return original(path)
             folder = os.fspath(path)
             names = self._names(path)
@@ -349,6 +349,10 @@ class WriteGuard:
             )
 
         return scandir
+
+    def _is_as_it_was(self, path: Any) -> bool:
+        with real_files():
+            return self.overlay.is_as_it_was(os.path.realpath(os.fsdecode(path)))
 
     def _names(self, path: Any) -> list[str]:
         found: list[str] = []
