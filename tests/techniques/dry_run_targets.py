@@ -1,0 +1,75 @@
+"""What the dry-run worker runs for the tests of this folder: GPT-2 as transformers builds it, three AdamW
+steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from memfit.techniques import technique_from_settings, undo_all
+
+
+class GPT2Steps:
+    """GPT-2 124M, batch 8, 1024 tokens, float32: peaks and FLOPs of the third step under given techniques."""
+
+    def __init__(self, autocast: bool = False) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+
+        # Reads position ids back from the device, where all values are zeros: it would see packed texts.
+        masking_utils.find_packed_sequence_indices = lambda positions: None
+        with torch.device("cuda"):
+            config = AutoConfig.for_model("gpt2", use_cache=False)
+            self.model = AutoModelForCausalLM.from_config(config).train()
+        self.autocast = autocast
+
+    def measure(self, techniques: Sequence[dict[str, Any]]) -> dict[str, int]:
+        torch.cuda.empty_cache()
+        optimizer = torch.optim.AdamW(self.model.parameters())
+        for settings in techniques:
+            technique_from_settings(settings).apply(self.model, optimizer)
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            self._step(optimizer)
+        peak = torch.cuda.memory_stats()["allocated_bytes.all.peak"]
+        with FlopCounterMode(display=False) as flops:
+            self._step(optimizer)
+        undo_all(self.model)
+        return {"allocated_bytes": peak, "flops": flops.get_total_flops()}
+
+    def random_states(self, techniques: Sequence[dict[str, Any]]) -> list[list[int]]:
+        """The generator's offset when each attention of a step runs, forward and recompute: (forward,
+        recompute)."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        generator = torch.cuda.default_generators[0]
+        offsets: list[int] = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if torch.Tag.nondeterministic_seeded in func.tags and "backward" not in func.__name__:
+                    offsets.append(generator.get_offset())
+                return func(*args, **(kwargs or {}))
+
+        for settings in techniques:
+            technique_from_settings(settings).apply(self.model)
+        ids = torch.zeros(2, 64, dtype=torch.long, device="cuda")
+        with Watch():
+            loss = self.model(input_ids=ids, labels=ids).loss
+            forward = list(offsets)
+            loss.backward()
+        undo_all(self.model)
+        self.model.zero_grad()
+        return [forward, offsets[len(forward) :], [generator.get_offset()]]
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        ids = torch.randint(0, 50257, (8, 1024), device="cuda")
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.autocast):
+            loss = self.model(input_ids=ids, labels=ids).loss
+        del ids
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
