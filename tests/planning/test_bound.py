@@ -17,7 +17,7 @@ def cheapest_schedule(graph: StepGraph, peak_bytes: int) -> float | None:
     A state is what is held and how many operators of the traced order are done; an operator may run when what it reads is
     held, forward operators any number of times, and anything may be dropped at any time.
     """
-    order = [op for op in graph.ops]
+    order = list(graph.ops)
     resting = frozenset(s.id for s in graph.storages if s.born < 0)
     size = {s.id: s.size_bytes for s in graph.storages}
     final = frozenset(s.id for s in graph.storages if s.died < 0 and s.born >= 0)

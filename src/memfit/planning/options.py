@@ -28,6 +28,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "_scaled_dot_product_efficient_attention": "attention",
         "_scaled_dot_product_cudnn_attention": "attention",
         "_scaled_dot_product_fused_attention_overrideable": "attention",
+        "_scaled_dot_product_flash_attention_for_cpu": "attention",
         "_flash_attention_forward": "attention",
         "_efficient_attention_forward": "attention",
         "convolution": "convolution",

@@ -82,9 +82,17 @@ class Search:
             "plain", NO_LEVER, (None,) * len(blocks), sum(bench.seconds(graph)), named=True
         )
         self.progress("plain step", 1, 1)
-        if plain.figures.peak_reserved_bytes > self.budget_bytes:
-            _Session(self, bench, facts, graph, plain_try).explore()
-        chosen = self._choose(bench)
+        chosen = None
+        if plain.figures.peak_reserved_bytes <= self.budget_bytes:
+            chosen = self._choose(bench)
+        else:
+            session = _Session(self, bench, facts, graph, plain_try)
+            session.explore(self.budget_bytes)
+            chosen = self._choose(bench)
+            surprise = self._surprise(bench)
+            if chosen is None and 0 < surprise < self.budget_bytes:
+                session.explore(self.budget_bytes - surprise)
+                chosen = self._choose(bench)
         return Outcome(
             plain=plain,
             graph=graph,
@@ -112,6 +120,14 @@ class Search:
                 self.progress("finalists", FINALISTS, FINALISTS)
                 return final
         return None
+
+    @staticmethod
+    def _surprise(bench: Bench) -> int:
+        """The most that a process of its own reserved over the quick measurement of the same plan."""
+        return max(
+            (_reserved(t) - t.peaks.reserved_bytes for t in bench.tries.values() if t.final is not None),
+            default=0,
+        )
 
     def _least(self, bench: Bench) -> Try | None:
         """Of the plans that reserve least, the one that needs least in a process of its own."""
@@ -141,16 +157,20 @@ class _Session:
     facts: ModelFacts
     graph: StepGraph
     plain: Try
+    budget_bytes: int = 0
+    options: tuple[dict[tuple[str, ...], Option], ...] | None = None
 
-    def explore(self) -> None:
-        """Fills the bench with everything that is worth measuring.
+    def explore(self, budget_bytes: int) -> None:
+        """Fills the bench with everything that is worth measuring for a budget by quick measurements.
 
         Levers go by their number of micro-batches, and within it by what the solver expects of them. More micro-batches
         never make a step faster, so once a plan is found that beats the plain step under a number, no higher one is tried.
         """
         layout = Layout(graph=self.graph, blocks=self.bench.blocks)
         row = row_of_blocks(layout, self.bench.seconds(self.graph))
-        options = self._options(row)
+        if self.options is None:
+            self.options = self._options(row)
+        options, self.budget_bytes = self.options, budget_bytes
         best, done = float("inf"), 0
         found = self._levers()
         for _, group in itertools.groupby(found, key=lambda lever: lever.micro_batches):
@@ -198,7 +218,7 @@ class _Session:
         overhead = max(plain.peaks.reserved_bytes - own_sum, 0)
         if self._fits(plain):
             return replace(case, overhead_bytes=overhead, expected_seconds=case.base_seconds)
-        solution = solve(case.problem, self.search.budget_bytes - overhead)
+        solution = solve(case.problem, self.budget_bytes - overhead)
         expected = float("inf") if solution is None else case.base_seconds + solution.recompute_seconds
         return replace(case, overhead_bytes=overhead, expected_seconds=expected)
 
@@ -214,9 +234,9 @@ class _Session:
         tried = [self._plain_under(case)]
         if row.blocks and not self._fits(tried[0]):
             tried += self._named(row, case, best)
-            refiner = Refiner(self.bench, case, self.search.budget_bytes)
+            refiner = Refiner(self.bench, case, self.budget_bytes)
             if case.expected_seconds < best:
-                tried += refiner.tighten(self.search.budget_bytes - case.overhead_bytes)
+                tried += refiner.tighten(self.budget_bytes - case.overhead_bytes)
             if not any(map(self._fits, tried)) and best == float("inf"):
                 tried.append(refiner.least())
             fastest = min(filter(self._fits, tried), key=_by_seconds, default=None)
@@ -231,7 +251,7 @@ class _Session:
             if choice is None:
                 continue
             seconds = case.base_seconds + case.problem.recompute_seconds(choice)
-            hopeless = case.problem.peak_bytes(choice) > self.search.budget_bytes or seconds >= best
+            hopeless = case.problem.peak_bytes(choice) > self.budget_bytes or seconds >= best
             if hopeless and not case.lever.is_none:
                 continue
             label = f"{name}, {case.lever.name}" if case.lever.name else name
@@ -239,7 +259,7 @@ class _Session:
         return tried
 
     def _fits(self, tried: Try) -> bool:
-        return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self.search.budget_bytes
+        return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self.budget_bytes
 
 
 def recompute_percent(figures: StepFigures, plain: StepFigures) -> float:

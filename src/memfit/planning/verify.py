@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 
 from memfit.capture.step import TrainingStep, build_step, takes_size
 from memfit.capture.workloads import from_reference
-from memfit.core.errors import MemfitError
 from memfit.core.exactness import Exactness
 from memfit.core.units import format_bytes
 from memfit.core.workload import Workload
@@ -57,16 +56,7 @@ def verify(
     started = time.perf_counter()
     try:
         verified = compare(from_reference(workload), techniques, exactness, seed)
-    except (
-        MemfitError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        MemoryError,
-    ) as error:
+    except Exception as error:  # whatever the user's code raises: the plan stands, unproven
         first = str(error).strip().split("\n")[0]
         verified = Verified(
             passed=None, reason=f"the step cannot run on the CPU: {type(error).__name__}: {first}"

@@ -1,0 +1,121 @@
+"""From a workload to a verified plan, on the made-up GPU and with the portable engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memfit.core.devices import find_gpu
+from memfit.core.errors import UsageError, WorkloadFailed
+from memfit.core.trace import Trace
+from memfit.planning import FitResult, Plan, plan
+from memfit.planning.fit import checked_budget
+
+GPU = "rtx3060-12gb"
+MODELS = Path(__file__).with_name("tiny_models.py")
+
+
+def share_of_plain(workload: str, share: float, **settings: object) -> FitResult:
+    """The plan for a part of what the plain step reserves."""
+    plain = plan(f"{MODELS}:{workload}", gpu=GPU, verify=False, **settings)  # type: ignore[arg-type]
+    assert plain.plain_fits
+    assert plain.techniques == ()
+    budget = int(plain.plain.peak_reserved_bytes * share)
+    return plan(f"{MODELS}:{workload}", gpu=GPU, budget=budget, **settings)  # type: ignore[arg-type]
+
+
+def check(result: FitResult) -> None:
+    """What holds for every plan that fits."""
+    assert result.fits
+    assert result.planned is not None
+    assert result.planned.peak_reserved_bytes <= result.budget_bytes < result.plain.peak_reserved_bytes
+    assert result.verified is not None
+    assert result.verified.passed
+    assert result.lower_bound_percent is not None
+    assert result.recompute_percent is not None
+    assert result.lower_bound_percent <= result.recompute_percent + 1e-6
+    named = [c for c in result.candidates if c.name == result.best_named]
+    assert all(result.planned.step_seconds <= c.figures.step_seconds * (1 + 1e-9) for c in named)
+
+
+@pytest.mark.dryrun
+@pytest.mark.parametrize("workload", ["gpt", "cnn"])
+def test_a_plan_fits_is_bitwise_and_no_slower_than_named_schedules(workload: str, tmp_path: Path) -> None:
+    result = share_of_plain(workload, 0.7, traces=tmp_path)
+    check(result)
+    assert result.engine == "dryrun"
+    assert result.exactness == "exact"
+    assert result.verified is not None
+    assert result.verified.bitwise
+    made = result.plan
+    assert made is not None
+    assert Plan.load(made.save(tmp_path / "plan.json")) == made
+    for figures in (result.plain, result.planned):
+        assert figures is not None
+        assert figures.trace_path is not None
+        assert Trace.load(figures.trace_path).action.size > 0
+
+
+@pytest.mark.dryrun
+def test_levers_are_used_where_they_are_allowed() -> None:
+    result = share_of_plain("gpt", 0.4, allow="reordered")
+    assert result.fits
+    assert result.exactness == "reordered"
+    assert result.lower_bound_percent is None
+    assert result.verified is not None
+    assert result.verified.passed
+
+
+@pytest.mark.dryrun
+def test_the_same_question_has_the_same_plan() -> None:
+    first, second = (share_of_plain("gpt", 0.6, traces=None) for _ in range(2))
+    assert first.techniques == second.techniques
+    assert first.planned == second.planned or first.planned is not None
+
+
+@pytest.mark.dryrun
+def test_when_nothing_fits_the_least_budget_is_said_and_holds() -> None:
+    result = plan(f"{MODELS}:gpt", gpu=GPU, budget="4MiB", verify=False)
+    assert not result.fits
+    assert result.planned is None
+    assert result.plan is None
+    assert result.least_budget_bytes is not None
+    again = plan(f"{MODELS}:gpt", gpu=GPU, budget=result.least_budget_bytes, verify=False)
+    assert again.fits
+
+
+@pytest.mark.dryrun
+def test_a_workload_that_raises_is_reported_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("def workload():\n    raise RuntimeError('no data here')\n")
+    with pytest.raises(WorkloadFailed, match="no data here"):
+        plan(f"{file}:workload", gpu=GPU)
+
+
+def test_the_portable_engine_plans_too() -> None:
+    result = share_of_plain("cnn", 0.7, engine="portable")
+    check(result)
+    assert result.engine == "portable"
+
+
+def test_json_has_the_keys_that_were_promised() -> None:
+    result = plan(f"{MODELS}:cnn", gpu=GPU, engine="portable", verify=False)
+    keys = result.to_json().keys()
+    promised = {
+        "schema_version", "plain", "planned", "budget_bytes", "fits", "techniques", "exactness", "recompute_percent",
+        "lower_bound_percent", "verified", "least_budget_bytes", "candidates",
+    }  # fmt: skip
+    assert promised <= keys
+
+
+def test_budgets_are_checked_before_anything_runs() -> None:
+    gpu = find_gpu(GPU)
+    assert checked_budget(None, gpu) == gpu.default_budget_bytes
+    assert checked_budget("8GiB", gpu) == 8 << 30
+    with pytest.raises(UsageError, match="no step fits that"):
+        checked_budget("4KiB", gpu)
+    with pytest.raises(UsageError, match="more than the"):
+        checked_budget("80GiB", gpu)
+    with pytest.raises(UsageError, match="use one of"):
+        plan("hf:gpt2", gpu=GPU, allow="roughly")  # type: ignore[arg-type]
