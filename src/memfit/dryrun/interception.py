@@ -10,10 +10,11 @@ autograd starts for it).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,64 +39,85 @@ class _Before(threading.local):
         self.states: list[bool] = []
 
 
-class Interception:
-    """Calls a handler in place of every operation of this process, once installed.
+class _State:
+    """What this process has installed, once, and who is told now."""
 
-    Operations that only make views are not seen: they neither allocate nor read.
+    handler: Handler | None = None
+    libraries: tuple[Any, ...] = ()  # registrations last as long as these objects
+
+
+def intercept(handler: Handler) -> None:
+    """From now on call ``handler`` in place of every operation of this thread and of its backward passes.
+
+    Operations that only make views are not seen: they neither allocate nor read. Forks of the process are
+        left alone.
     """
+    if not _State.libraries:
+        _install()
+    _State.handler = handler
+    _set_key(_KEY, True)
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-        self._before = _Before()
-        self._libraries: list[Any] = []
 
-    def install(self) -> None:
-        """Begin. It lasts for the life of the process; forks of it are left alone."""
-        handler, keys, exclude = self._handler, _KEYS, torch._C._ExcludeDispatchKeyGuard
+@contextlib.contextmanager
+def intercepting(handler: Handler) -> Iterator[None]:
+    """`intercept` for a while."""
+    before, was_on = _State.handler, _key_is_on(_KEY)
+    intercept(handler)
+    try:
+        yield
+    finally:
+        _State.handler = before
+        _set_key(_KEY, was_on)
 
-        def called(func: Any, *args: Any, **kwargs: Any) -> Any:
-            with exclude(keys):
-                return handler(func, args, kwargs)
 
-        everything = torch.library.Library("_", "IMPL")
-        everything.fallback(called, "Fake")
-        self._libraries = [everything, _let_views_through()]
-        self._stand_back_from_modes()
-        _let_higher_order_operators_through()
-        _set_key(_KEY, True)
-        os.register_at_fork(after_in_child=lambda: _set_key(_KEY, False))
+def _install() -> None:
+    keys, exclude, state = _KEYS, torch._C._ExcludeDispatchKeyGuard, _State
 
-    def _stand_back_from_modes(self) -> None:
-        """While fake tensors are traced (torch.compile) nothing runs on the device: the key is off."""
-        classes = {
-            "torch._subclasses.fake_tensor": "FakeTensorMode",
-            "torch._subclasses.functional_tensor": "FunctionalTensorMode",
-            "torch.fx.experimental.proxy_tensor": "ProxyTorchDispatchMode",
-        }
-        if _ABOVE_MODES:
-            classes["torch.utils._python_dispatch"] = "TorchDispatchMode"
-        after_import(
-            {name: functools.partial(self._wrap_mode, class_name=cls) for name, cls in classes.items()}
-        )
+    def called(func: Any, *args: Any, **kwargs: Any) -> Any:
+        with exclude(keys):
+            return state.handler(func, args, kwargs)  # type: ignore[misc]
 
-    def _wrap_mode(self, module: Any, *, class_name: str) -> None:
-        mode = getattr(module, class_name)
-        enter, leave, before = mode.__enter__, mode.__exit__, self._before
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(called, "Fake")
+    state.libraries = (everything, _let_views_through())
+    _let_higher_order_operators_through()
+    _stand_back_from_modes()
+    os.register_at_fork(after_in_child=lambda: _set_key(_KEY, False))
 
-        @functools.wraps(enter)
-        def entered(self: Any) -> Any:
-            before.states.append(_key_is_on(_KEY))
-            _set_key(_KEY, False)
-            return enter(self)
 
-        @functools.wraps(leave)
-        def left(self: Any, *error: Any) -> Any:
-            try:
-                return leave(self, *error)
-            finally:
-                _set_key(_KEY, before.states.pop())
+def _stand_back_from_modes() -> None:
+    """While fake tensors are traced (torch.compile) nothing runs on the device: the key is off."""
+    classes = {
+        "torch._subclasses.fake_tensor": "FakeTensorMode",
+        "torch._subclasses.functional_tensor": "FunctionalTensorMode",
+        "torch.fx.experimental.proxy_tensor": "ProxyTorchDispatchMode",
+    }
+    if _ABOVE_MODES:
+        classes["torch.utils._python_dispatch"] = "TorchDispatchMode"
+    before = _Before()
+    after_import(
+        {name: functools.partial(_wrap_mode, before=before, name=cls) for name, cls in classes.items()}
+    )
 
-        mode.__enter__, mode.__exit__ = entered, left
+
+def _wrap_mode(module: Any, *, before: _Before, name: str) -> None:
+    mode = getattr(module, name)
+    enter, leave = mode.__enter__, mode.__exit__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        before.states.append(_key_is_on(_KEY))
+        _set_key(_KEY, False)
+        return enter(self)
+
+    @functools.wraps(leave)
+    def left(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            _set_key(_KEY, before.states.pop())
+
+    mode.__enter__, mode.__exit__ = entered, left
 
 
 def _let_higher_order_operators_through() -> None:

@@ -58,6 +58,11 @@ class Labels:
             text = self._texts.setdefault(key, SEPARATOR.join((phase, op_name(func), module)))
         _set_text(text)
 
+    def enter(self, phase: str) -> None:
+        """The main thread is in another phase now; so are allocations that come without an operation."""
+        self.phase = phase
+        _set_text(SEPARATOR.join((phase, "", "")))
+
     def end_of_step(self) -> None:
         """The step's graph is done with: forget which module made which node."""
         self._by_node.clear()

@@ -26,8 +26,9 @@ from typing import Any, Literal
 
 from memfit.core.devices import GPU
 from memfit.core.errors import ToolFailure, UsageError
+from memfit.dryrun.build import build_stub
 from memfit.dryrun.command import ScriptCommand, parse_command
-from memfit.dryrun.environment import gpu_environment
+from memfit.dryrun.environment import compiler_caches, gpu_environment
 from memfit.dryrun.result import DryRunResult
 
 RUN_VARIABLE = "MEMFIT_RUN"
@@ -209,19 +210,22 @@ class _Launch:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment["PYTHONPATH"], sources]))
         if not self._settings.allow_writes:
             temporary = str(self._folders.private / "tmp")
-            caches = {
+            environment |= {
                 "TMPDIR": temporary,
-                "TORCHINDUCTOR_CACHE_DIR": os.path.join(temporary, "inductor"),
-                "TRITON_CACHE_DIR": os.path.join(temporary, "triton"),
-                "PYTORCH_KERNEL_CACHE_PATH": temporary,
                 "MPLCONFIGDIR": os.path.join(temporary, "matplotlib"),
+                **_OFFLINE,
             }
-            environment |= {**caches, **_OFFLINE}
         return environment
 
     def _specification(self, control: int) -> dict[str, Any]:
         settings = self._settings
-        exempt = ["/dev", "/proc", "/sys", str(self._folders.private)]
+        exempt = [
+            "/dev",
+            "/proc",
+            "/sys",
+            str(self._folders.private),
+            *compiler_caches(build_stub()).values(),
+        ]
         return {
             "command": self._command.to_json(),
             "gpu": {name: getattr(self._gpu, name) for name in _GPU_FIGURES},

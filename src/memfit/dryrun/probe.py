@@ -16,7 +16,7 @@ import torch
 from memfit.dryrun import frames
 from memfit.dryrun.assumptions import true_values
 from memfit.dryrun.history import History, Observations, PhaseChange, Position, read_history
-from memfit.dryrun.interception import Interception
+from memfit.dryrun.interception import intercept
 from memfit.dryrun.labels import Labels, op_name
 from memfit.dryrun.owners import Owners
 from memfit.dryrun.places import is_user_file
@@ -51,7 +51,6 @@ class Probe:
         self.owners = Owners(self.recording.position)
         self.values = true_values(self._note_read)
         self.steps = StepCounter(steps, before=self._before_step, after=self._after_step, end=end)
-        self._interception = Interception(self._run)
         self.labels.on_new_root = self.owners.note_model
         self.unknown: collections.Counter[str] = collections.Counter()
         self._reads: collections.Counter[tuple[frames.Place, str, str]] = collections.Counter()
@@ -74,7 +73,7 @@ class Probe:
         self.steps.install()
         self._watch_backward()
         torch.cuda._lazy_call(self._watch_shortage)
-        self._interception.install()
+        intercept(self._run)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operation, with its label, its shadows and its shortage of memory."""
@@ -192,7 +191,7 @@ class Probe:
 
     def _change_phase(self, phase: str) -> None:
         if not self._backwards:
-            self.labels.phase = phase
+            self.labels.enter(phase)
         self._phases.append(PhaseChange(position=self.recording.position(), phase=phase))
 
     def _watch_backward(self) -> None:
@@ -210,8 +209,7 @@ class Probe:
             finally:
                 self._backwards -= 1
                 if outermost:
-                    self.labels.phase = "forward" if before in ("init", "backward") else before
-                    self._change_phase(self.labels.phase)
+                    self._change_phase("forward" if before in ("init", "backward") else before)
 
         torch.autograd.graph._engine_run_backward = watched
         setattr(torch.autograd, "_engine_run_backward", watched)  # noqa: B010

@@ -14,13 +14,9 @@ from memfit.dryrun.native_writers import after_import
 NoteMissing = Callable[[str], None]
 """``note(text)``: the run met something that is not modelled."""
 
-COMPILED = (
-    "torch.compile: the code ran as aot_eager with inductor's partitioner; fused kernels keep fewer "
-    "temporaries, so the peak is an upper bound"
-)
+TUNED = "torch.compile with autotuning: the kernels that it measured and chose are arbitrary here"
 NCCL = "NCCL: the buffers of its communicators (0.5 to 0.7 GB each) are not counted"
 SPAWNED = "processes that the script started itself: only its main process is measured"
-_BACKEND = "aot_eager_decomp_partition"
 
 
 def install(note: NoteMissing) -> None:
@@ -35,15 +31,13 @@ def install(note: NoteMissing) -> None:
 
 
 def _compile(note: NoteMissing) -> None:
-    """inductor needs triton and a real device: the same graph, partitioned by inductor's rules, runs op by
-    op."""
+    """inductor itself works; only choices by measured time have no meaning here."""
     original = torch.compile
 
     @functools.wraps(original)
     def compile(model: Any = None, **kwargs: Any) -> Any:
-        if kwargs.get("backend", "inductor") == "inductor":
-            note(COMPILED)
-            kwargs = {**kwargs, "backend": _BACKEND, "mode": None, "options": None}
+        if "autotune" in f"{kwargs.get('mode')} {kwargs.get('options')}":
+            note(TUNED)
         return original(model, **kwargs)
 
     torch.compile = compile
