@@ -47,7 +47,8 @@ NO_BLOCK = -1
 
 
 class Action(IntEnum):
-    """What an event does."""
+    """What an event does. Up to OOM: to memory; after it: calls of the program that matter to an allocator
+    (the block is used on another stream, all streams are done, the cache is given back, peaks start anew)."""
 
     ALLOC = 0
     FREE = 1
@@ -56,6 +57,10 @@ class Action(IntEnum):
     SEGMENT_MAP = 4
     SEGMENT_UNMAP = 5
     OOM = 6
+    RECORD_STREAM = 7
+    SYNC = 8
+    EMPTY_CACHE = 9
+    RESET_PEAK = 10
 
 
 COLUMNS: Mapping[str, np.dtype[Any]] = MappingProxyType(
