@@ -112,7 +112,7 @@ def test_making_a_trace_leaves_the_given_arrays_as_they_were() -> None:
         (lambda b: b.alloc(-1), "a size is negative"),
         (lambda b: b.alloc(1, category="weights"), "unknown category 'weights'"),
         (lambda b: b.alloc(1, phase="warmup"), "unknown phase 'warmup'"),
-        (lambda b: b.append(9), "unknown action 99"),
+        (lambda b: b.append(99), "unknown action 99"),
     ],
 )
 def test_contradictions_are_named(write: Any, problem: str) -> None:
