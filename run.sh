@@ -138,7 +138,7 @@ checks() {
 }
 
 portable_fit() {
-    .venv-cpu/bin/python -m memfit fit hf:gpt2,batch=2,seq=256 --gpu rtx3060-12gb --budget 2GiB
+    .venv-cpu/bin/python -m memfit fit hf:gpt2,n_layer=4,batch=4,seq=512 --gpu rtx3060-12gb --budget 2.5GiB
 }
 
 # One thread per process: the two test processes share two cores.
