@@ -68,7 +68,7 @@ class SmallCNN(nn.Module):
 def gpt() -> Workload:
     return Workload(
         name="tiny GPT",
-        model=lambda size="full": TinyGPT(*((256, 6) if size == "full" else (32, 6))),
+        model=lambda size="full": TinyGPT(*((256, 4) if size == "full" else (32, 4))),
         batch=lambda size="full": torch.randint(0, 1024, (16, 256) if size == "full" else (2, 16)),
         loss=_language_loss,
     )
@@ -77,7 +77,7 @@ def gpt() -> Workload:
 def cnn() -> Workload:
     return Workload(
         name="small CNN",
-        model=lambda: SmallCNN(32, 6),
+        model=lambda: SmallCNN(32, 4),
         batch=lambda: (torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,))),
         loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

@@ -14,10 +14,11 @@ from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import ToolFailure, UsageError
 from memfit.core.exactness import EXACTNESS_ORDER, Exactness
 from memfit.core.units import format_bytes, parse_bytes
+from memfit.dryrun.worker import Worker
 from memfit.planning.bench import Oracle, Try
 from memfit.planning.bound import lower_bound
 from memfit.planning.figures import Settings, StepFigures, Verified
-from memfit.planning.oracle import Engine, open_oracle
+from memfit.planning.oracle import Engine, open_oracle, preload
 from memfit.planning.plan import FitResult
 from memfit.planning.search import Outcome, Progress, Search, recompute_percent
 
@@ -124,11 +125,9 @@ class _Verifier:
     """The process in which plans are verified: started early, so that torch is loaded when it is asked."""
 
     def __init__(self, reference: Mapping[str, Any], seed: int) -> None:
-        from memfit.dryrun.worker import Worker, preload_for
-
         self._reference = reference
         self._seed = seed
-        self._worker = Worker(None, preload=preload_for(reference.get("spec")))
+        self._worker = Worker(None, preload=preload(reference.get("spec"), "memfit.planning.verify"))
 
     def __enter__(self) -> _Verifier:
         return self

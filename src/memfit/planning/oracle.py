@@ -26,6 +26,11 @@ ROOMY_BYTES = 4 << 40
 """Memory of the made-up device that plans are tried on: steps that do not fit the real one are measured as well."""
 
 
+def preload(spec: str | None, module: str = "memfit.planning.evaluate") -> tuple[str, ...]:
+    """What to load before the first fork: what the workload needs, what torch loads by itself later, and our own part."""
+    return (*preload_for(spec), "?torch._dynamo", module)
+
+
 class Remote(Protocol):
     """An object elsewhere whose methods are called by name, with JSON both ways."""
 
@@ -73,7 +78,7 @@ def open_oracle(
         if engine != "portable":
             roomy = replace(gpu, runtime_total_bytes=ROOMY_BYTES, nvml_total_bytes=ROOMY_BYTES)
             try:
-                worker = stack.enter_context(Worker(roomy, preload=preload_for(spec)))
+                worker = stack.enter_context(Worker(roomy, preload=preload(spec)))
             except CannotRunHere as problem:
                 if engine == "dryrun":
                     raise
@@ -87,7 +92,7 @@ def open_oracle(
 def _portable_runner(stack: ExitStack, spec: str | None) -> Runner:
     """Forks of a process without any GPU, or this process where there is no fork."""
     if hasattr(os, "fork"):
-        return stack.enter_context(Worker(None, preload=preload_for(spec)))
+        return stack.enter_context(Worker(None, preload=preload(spec)))
     return InProcess()
 
 
