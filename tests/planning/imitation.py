@@ -1,4 +1,5 @@
-"""An oracle without torch: a chain of blocks whose step is written down operator by operator, with plans applied."""
+"""An oracle without torch: a chain of blocks whose step is written down operator by operator, with plans
+applied."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Writer:
 
 
 def step(blocks: int, plan: Mapping[str, Sequence[str]], *, loss_bytes: int = 24 * MIB) -> StepGraph:
-    """One step of ``blocks`` blocks (linear, gelu, linear), those in ``plan`` recomputed but for what they save."""
+    """One step of ``blocks`` blocks (linear, gelu, linear), those in ``plan`` recomputed but for what they
+    save."""
     w = Writer()
     weight = w.there(8 * MIB, "parameter")
     x = w.there(2 * MIB, "input")
@@ -112,7 +114,8 @@ def step(blocks: int, plan: Mapping[str, Sequence[str]], *, loss_bytes: int = 24
 
 @dataclass
 class Imitation:
-    """An oracle over `step`. ``surprise`` is added to the reserved bytes of every plan that a fresh process runs."""
+    """An oracle over `step`. ``surprise`` is added to the reserved bytes of every plan that a fresh process
+    runs."""
 
     blocks: int = 6
     surprise: int = 0

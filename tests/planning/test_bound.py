@@ -12,10 +12,11 @@ from memfit.planning.bound import lower_bound
 
 
 def cheapest_schedule(graph: StepGraph, peak_bytes: int) -> float | None:
-    """FLOPs of forward operators run again in the best schedule of ``graph`` under ``peak_bytes``, by Dijkstra.
+    """FLOPs of forward operators run again in the best schedule of ``graph`` under ``peak_bytes``, by
+    Dijkstra.
 
-    A state is what is held and how many operators of the traced order are done; an operator may run when what it reads is
-    held, forward operators any number of times, and anything may be dropped at any time.
+    A state is what is held and how many operators of the traced order are done; an operator may run when what
+    it reads is held, forward operators any number of times, and anything may be dropped at any time.
     """
     order = list(graph.ops)
     resting = frozenset(s.id for s in graph.storages if s.born < 0)

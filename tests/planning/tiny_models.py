@@ -1,4 +1,5 @@
-"""Workloads of the planner's own tests: a tiny GPT with dropout and a small convolutional network with batch norm."""
+"""Workloads of the planner's own tests: a tiny GPT with dropout and a small convolutional network with batch
+norm."""
 
 from __future__ import annotations
 

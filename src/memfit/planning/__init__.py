@@ -1,4 +1,5 @@
-"""Planning: from a workload, a GPU and a budget to techniques that make the step fit at the least cost in time."""
+"""Planning: from a workload, a GPU and a budget to techniques that make the step fit at the least cost in
+time."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def plan(
     Args:
         workload: a `Workload`, or its text: ``"hf:gpt2,batch=8,seq=1024"``, ``"train.py:workload"``.
         gpu: the GPU, or its name (``"rtx3060-12gb"``, ``"24GiB,sm89"``).
-        budget: what the allocator may reserve, as bytes or text (``"8GiB"``); default: what the GPU has, less the
-            CUDA context and 2 %.
+        budget: what the allocator may reserve, as bytes or text (``"8GiB"``); default: what the GPU has, less
+            the CUDA context and 2 %.
         allow: how far results may move: ``"exact"`` (bitwise the same gradients), ``"reordered"`` (the same
             mathematics in another floating-point order) or ``"approximate"``.
         verify: run plain and planned steps on real values, scaled down, on the CPU, and compare.
@@ -45,7 +46,8 @@ def plan(
         seed: of everything random in the workload.
 
     Returns:
-        What was found. That nothing fits is a result too (``fits`` is False), with the least budget that would do.
+        What was found. That nothing fits is a result too (``fits`` is False), with the least budget that
+        would do.
 
     Raises:
         UsageError: an unknown GPU, an impossible budget, a workload's text that means nothing.

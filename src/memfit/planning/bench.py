@@ -1,7 +1,7 @@
 """Where plans are tried: the oracle's interface, and a bench over it that remembers what was tried.
 
-An oracle runs the step with a plan applied and says what it needs; there are two, the dry run and the portable engine
-(see `memfit.planning.oracle`), and tests have one of their own.
+An oracle runs the step with a plan applied and says what it needs; there are two, the dry run and the
+portable engine (see `memfit.planning.oracle`), and tests have one of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from memfit.planning.schedules import Lever, Saves, checkpointing
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the search must know of a model: its blocks, its batch, and what else can be done to it, how exactly.
+    """What the search must know of a model: its blocks, its batch, and what else can be done to it, how
+    exactly.
 
     A technique whose exactness is None cannot be applied to this model.
     """
@@ -83,7 +84,8 @@ class Oracle(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Try:
-    """One plan that was evaluated: a lever and what each block keeps, with predicted seconds and measured peaks."""
+    """One plan that was evaluated: a lever and what each block keeps, with predicted seconds and measured
+    peaks."""
 
     name: str
     lever: Lever

@@ -1,21 +1,23 @@
-"""A certified lower bound on recomputation: what any schedule of the traced step must spend to stay under a peak.
+"""A certified lower bound on recomputation: what any schedule of the traced step must spend to stay under a
+peak.
 
-The schedules meant are all that run the traced graph: each forward operator once up to the loss, then the traced backward
-operators in their order, with any forward operators run again in between, as often and in whatever grouping. Look at one
-moment of such a schedule, just before a backward operator ``t`` runs. Every forward storage that ``t`` or a later backward
-operator reads is either held at that moment, or will be made again after it; what is made again needs its own inputs held
-or made again. With ``s`` (held) and ``r`` (operator run again) in {0, 1}:
+The schedules meant are all that run the traced graph: each forward operator once up to the loss, then the
+traced backward operators in their order, with any forward operators run again in between, as often and in
+whatever grouping. Look at one moment of such a schedule, just before a backward operator ``t`` runs. Every
+forward storage that ``t`` or a later backward operator reads is either held at that moment, or will be made
+again after it; what is made again needs its own inputs held or made again. With ``s`` (held) and ``r``
+(operator run again) in {0, 1}:
 
     s_v + r_op ≥ 1        for each needed storage v and each operator that writes it
     r_op ≤ s_u + r_op'    for each input u of a repeated operator and each op' that writes u
     Σ size_v s_v ≤ peak − (what else is certainly there at t)
     minimise Σ cost_op r_op
 
-What else is certainly there: what was there before the step and outlives it, what backward operators made and later ones
-still read, and the results of ``t``. Every moment gives a valid bound, so the largest over a few moments is one. Relaxing
-the integers only lowers it: all moments are solved relaxed, the best one then as it is, and the solver's dual bound is what
-is returned, never its incumbent. Sources: the turning-point
-program of our own study; Jain et al., Checkmate (MLSys 2020) for the recurrence.
+What else is certainly there: what was there before the step and outlives it, what backward operators made and
+later ones still read, and the results of ``t``. Every moment gives a valid bound, so the largest over a few
+moments is one. Relaxing the integers only lowers it: all moments are solved relaxed, the best one then as it
+is, and the solver's dual bound is what is returned, never its incumbent. Sources: the turning-point program
+of our own study; Jain et al., Checkmate (MLSys 2020) for the recurrence.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _SLACK = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """``cost`` is in the unit of the costs given; ``feasible`` is False where no schedule at all has such a peak."""
+    """``cost`` is in the unit of the costs given; ``feasible`` is False where no schedule at all has such a
+    peak."""
 
     cost: float
     feasible: bool = True
@@ -53,7 +56,8 @@ def lower_bound(
     moments: int = MOMENTS,
     time_limit_seconds: float = TIME_LIMIT_SECONDS,
 ) -> Bound:
-    """The least cost of operators run again, in any schedule of ``graph`` whose live bytes never exceed ``peak_bytes``.
+    """The least cost of operators run again, in any schedule of ``graph`` whose live bytes never exceed
+    ``peak_bytes``.
 
     Args:
         graph: the plain step, without any recomputation in it, one batch in one piece.
@@ -77,7 +81,8 @@ def lower_bound(
 
 
 def _moments(graph: StepGraph, count: int) -> list[int]:
-    """Backward operators to look at: of each of ``count`` equal stretches the one where the plain step holds most."""
+    """Backward operators to look at: of each of ``count`` equal stretches the one where the plain step holds
+    most."""
     backward = [op.index for op in graph.ops if op.phase == "backward" and not op.is_view]
     live = graph.live_bytes
     stretches = np.array_split(np.array(backward, dtype=int), min(count, len(backward)) or 1)
@@ -182,7 +187,8 @@ def _forward_storages(graph: StepGraph) -> frozenset[int]:
 
 
 def _writers(graph: StepGraph) -> dict[int, tuple[int, ...]]:
-    """For each storage the forward operators that fill it: the one that made it and those that write it in place."""
+    """For each storage the forward operators that fill it: the one that made it and those that write it in
+    place."""
     writers: dict[int, list[int]] = defaultdict(list)
     for op in graph.ops:
         if op.phase != "forward":
@@ -199,7 +205,8 @@ def _foreign_inputs(op: Op, forward: frozenset[int]) -> list[int]:
 
 
 def _needed(graph: StepGraph, forward: frozenset[int], moment: int) -> tuple[set[int], set[int]]:
-    """Forward storages that backward operators read from ``moment`` on, and those that ``moment`` itself reads."""
+    """Forward storages that backward operators read from ``moment`` on, and those that ``moment`` itself
+    reads."""
     needed: set[int] = set()
     for op in graph.ops[moment:]:
         if op.phase == "backward" and not op.is_view:
@@ -228,8 +235,8 @@ def _closure(
 def _certain_bytes(graph: StepGraph, forward: frozenset[int], moment: int) -> int:
     """Bytes there at ``moment`` in every schedule, beside forward storages.
 
-    What was there before the step counts when it outlives it; what backward operators made counts when ``moment`` makes
-    it or a later operator reads it or it outlives the step.
+    What was there before the step counts when it outlives it; what backward operators made counts when
+    ``moment`` makes it or a later operator reads it or it outlives the step.
     """
     read_later = {s for op in graph.ops[moment:] for s in (*op.inputs, *op.mutates)}
     total = 0

@@ -1,7 +1,9 @@
-"""Tries plans on the made-up GPU or the imitated one: many in one process, or one in a process of its own. Child side.
+"""Tries plans on the made-up GPU or the imitated one: many in one process, or one in a process of its own.
+Child side.
 
-In one process each plan meets the allocator as a fresh process would: the optimizer's state is dropped, cached memory
-is given back, and the steps run from the first one on. What the process keeps between plans are the model's parameters.
+In one process each plan meets the allocator as a fresh process would: the optimizer's state is dropped,
+cached memory is given back, and the steps run from the first one on. What the process keeps between plans are
+the model's parameters.
 """
 
 from __future__ import annotations
@@ -96,7 +98,8 @@ def final(
     trace_path: str | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Builds the workload, applies the plan and measures three real steps: all of it in this process, and nothing else.
+    """Builds the workload, applies the plan and measures three real steps: all of it in this process, and
+    nothing else.
 
     Returns the JSON of `memfit.capture.measure.measure_step` with ``value_reads`` and ``not_modelled``.
     """

@@ -1,4 +1,5 @@
-"""The values planning works with: what a step needs, a candidate, a plan's result. No torch, no process, only values."""
+"""The values planning works with: what a step needs, a candidate, a plan's result. No torch, no process, only
+values."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class StepFigures:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepFigures:
-        """Figures from any JSON object that has the three peaks; KeyError, TypeError or ValueError names what lacks."""
+        """Figures from any JSON object that has the three peaks; KeyError, TypeError or ValueError names what
+        lacks."""
         return cls(
             peak_requested_bytes=int(data["peak_requested_bytes"]),
             peak_allocated_bytes=int(data["peak_allocated_bytes"]),
@@ -62,8 +64,9 @@ class StepFigures:
 class Candidate:
     """One way of running the step that was tried by a dry run: a named schedule or a plan of the solver.
 
-    ``measured_by`` says how: ``"session"`` (many plans in one process, memory emptied before each) or ``"fresh"``
-    (three real steps in a process of its own; only these reserved peaks are compared with the budget).
+    ``measured_by`` says how: ``"session"`` (many plans in one process, memory emptied before each) or
+    ``"fresh"`` (three real steps in a process of its own; only these reserved peaks are compared with the
+    budget).
     """
 
     name: str
@@ -91,8 +94,9 @@ class Candidate:
 class Verified:
     """What running plain and planned steps on real values showed.
 
-    ``passed`` is None where nothing could be run (``reason`` says why). ``bitwise`` holds for loss, gradients, buffers,
-    random state and the parameters after the optimizer steps together; ``max_relative_error`` is the largest seen.
+    ``passed`` is None where nothing could be run (``reason`` says why). ``bitwise`` holds for loss,
+    gradients, buffers, random state and the parameters after the optimizer steps together;
+    ``max_relative_error`` is the largest seen.
     """
 
     passed: bool | None

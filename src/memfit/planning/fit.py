@@ -101,8 +101,8 @@ def checked_budget(budget: int | str | None, gpu: GPU) -> int:
         )
     if count > gpu.nvml_total_bytes:
         raise UsageError(
-            f"budget {budget!r} is {format_bytes(count)}, more than the {format_bytes(gpu.nvml_total_bytes)} that "
-            f"{gpu.name} has: give at most {format_bytes(gpu.default_budget_bytes)}, or another --gpu"
+            f"budget {budget!r} is {format_bytes(count)}, more than the "
+            f"{format_bytes(gpu.nvml_total_bytes)} that {gpu.name} has: give at most {format_bytes(gpu.default_budget_bytes)}, or another --gpu"
         )
     return count
 
@@ -154,7 +154,8 @@ class _Verifier:
 def _bounds(
     outcome: Outcome, gpu: GPU, budget_bytes: int, show: Progress
 ) -> tuple[float | None, float | None]:
-    """Certified least recomputation in percent of the plain step: within the budget, and at the plan's own peak.
+    """Certified least recomputation in percent of the plain step: within the budget, and at the plan's own
+    peak.
 
     Both are None for a plan with other levers than recomputation, and where no plan was found.
     """

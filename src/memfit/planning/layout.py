@@ -1,4 +1,5 @@
-"""Where the blocks lie in a captured step: which operators are theirs, what they keep, what else is there and when."""
+"""Where the blocks lie in a captured step: which operators are theirs, what they keep, what else is there and
+when."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Layout:
 
     @cached_property
     def stretches(self) -> list[int | None]:
-        """For each operator the block whose backward is going on: a number, `TURN`, or None outside of the backward.
+        """For each operator the block whose backward is going on: a number, `TURN`, or None outside of the
+        backward.
 
         Operators between two blocks' backward (or after the first block's) count to the one before them.
         """
@@ -80,7 +82,8 @@ class Layout:
 
     @cached_property
     def peaks(self) -> dict[int, int]:
-        """Most bytes live during each stretch of the backward pass; `TURN` includes the forward pass before it."""
+        """Most bytes live during each stretch of the backward pass; `TURN` includes the forward pass before
+        it."""
         live = self.graph.live_bytes
         peaks: dict[int, int] = {}
         for index, stretch in enumerate(self.stretches):

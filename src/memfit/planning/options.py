@@ -1,8 +1,9 @@
 """What a block could keep: all sets of its heavy operators' results, priced on the plain step's graph.
 
-The price is analytic: kept are the results of the saved operators; run again is everything up to the last operator whose
-result the block's backward reads (checkpointing stops there by itself), but for what is saved. Prices prune the sets to a
-Pareto front; what is left is then measured in a captured step with the options in place (see `memfit.planning.problems`).
+The price is analytic: kept are the results of the saved operators; run again is everything up to the last
+operator whose result the block's backward reads (checkpointing stops there by itself), but for what is saved.
+Prices prune the sets to a Pareto front; what is left is then measured in a captured step with the options in
+place (see `memfit.planning.problems`).
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ _SOFTMAXES = ("_softmax", "_safe_softmax")
 _PRODUCTS = ("bmm", "baddbmm")
 
 MOST_SUBSETS_OF = 7
-"""Blocks with more heavy operators than this try them in order of time per byte instead of all their subsets."""
+"""Blocks with more heavy operators than this try them in order of time per byte instead of all their subsets.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeavyOp:
-    """A forward operator that a block may keep the result of: ``name`` as the technique calls it (``"linear:0"``)."""
+    """A forward operator that a block may keep the result of: ``name`` as the technique calls it
+    (``"linear:0"``)."""
 
     name: str
     index: int
@@ -96,7 +99,8 @@ def block_work(layout: Layout, block: int, seconds: Sequence[float]) -> BlockWor
 
 
 def _run_again(graph: StepGraph, forward: Sequence[Op], backward: Sequence[Op]) -> tuple[Op, ...]:
-    """The operators that a full recomputation runs: up to the last one whose result the block's backward reads."""
+    """The operators that a full recomputation runs: up to the last one whose result the block's backward
+    reads."""
     read = {storage for op in backward if not op.is_view for storage in op.inputs}
     made_read = [
         position
@@ -108,7 +112,8 @@ def _run_again(graph: StepGraph, forward: Sequence[Op], backward: Sequence[Op]) 
 
 
 def _result_bytes(graph: StepGraph, forward: Sequence[Op]) -> int:
-    """The block's own result, which stays for the next block whatever this one keeps: made last, and still there."""
+    """The block's own result, which stays for the next block whatever this one keeps: made last, and still
+    there."""
     for op in reversed(forward):
         made = [s for s in op.outputs if graph.storages[s].saved and graph.storages[s].born == op.index]
         if made and not op.random:
@@ -119,7 +124,8 @@ def _result_bytes(graph: StepGraph, forward: Sequence[Op]) -> int:
 def _heavy_ops(
     graph: StepGraph, forward: Sequence[Op], again: Sequence[Op], seconds: Sequence[float]
 ) -> tuple[HeavyOp, ...]:
-    """The operators that can be saved, named by kind and ordinal; those that are never run again are left out."""
+    """The operators that can be saved, named by kind and ordinal; those that are never run again are left
+    out."""
     run_again = {op.index for op in again}
     heavy = []
     for op, name in save_names(forward):
@@ -134,10 +140,11 @@ def _heavy_ops(
 
 
 def save_names(forward: Sequence[Op]) -> list[tuple[Op, str]]:
-    """The heavy and the random operators of a block's forward with the names that the technique saves them by.
+    """The heavy and the random operators of a block's forward with the names that the technique saves them
+    by.
 
-    Ordinals count per kind. A batched product after a softmax is attention; attention that draws (dropout in it)
-    counts among the random ones too, and goes by its first name.
+    Ordinals count per kind. A batched product after a softmax is attention; attention that draws (dropout in
+    it) counts among the random ones too, and goes by its first name.
     """
     counts: Counter[str] = Counter()
     named = []
@@ -164,7 +171,8 @@ def enumerate_options(work: BlockWork, *, limit: int = 14) -> tuple[Option, ...]
 
 
 def _subsets(ops: Sequence[HeavyOp]) -> list[tuple[HeavyOp, ...]]:
-    """All subsets of a few operators; of many, those of the best in time saved per byte, on top of each other."""
+    """All subsets of a few operators; of many, those of the best in time saved per byte, on top of each
+    other."""
     ranked = sorted(ops, key=lambda op: (-op.seconds / max(op.saved_bytes, 1), op.index))
     few = ranked[:MOST_SUBSETS_OF]
     subsets = [chosen for size in range(len(few) + 1) for chosen in itertools.combinations(few, size)]

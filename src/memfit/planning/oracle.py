@@ -1,7 +1,8 @@
-"""The oracle behind a search: the dry run on the made-up GPU, or the portable engine where that cannot be had. Parent side.
+"""The oracle behind a search: the dry run on the made-up GPU, or the portable engine where that cannot be
+had. Parent side.
 
-Both are the same code in a child process (see `memfit.planning.evaluate`): the dry run builds on ``cuda``, with PyTorch's own
-allocator; the portable engine on ``meta``, with an imitation of it.
+Both are the same code in a child process (see `memfit.planning.evaluate`): the dry run builds on ``cuda``,
+with PyTorch's own allocator; the portable engine on ``meta``, with an imitation of it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from memfit.planning.figures import Settings, StepFigures
 
 Engine = Literal["auto", "dryrun", "portable"]
 ROOMY_BYTES = 4 << 40
-"""Memory of the made-up device that plans are tried on: steps that do not fit the real one are measured as well."""
+"""Memory of the made-up device that plans are tried on: steps that do not fit the real one are measured as
+well."""
 
 
 def preload(spec: str | None, module: str = "memfit.planning.evaluate") -> tuple[str, ...]:
-    """What to load before the first fork: what the workload needs, what torch loads by itself later, and our own part."""
+    """What to load before the first fork: what the workload needs, what torch loads by itself later, and our
+    own part."""
     return (*preload_for(spec), "?torch._dynamo", module)
 
 
@@ -61,7 +64,8 @@ def open_oracle(
     engine: Engine = "auto",
     seed: int = 0,
 ) -> Iterator[StepOracle]:
-    """The oracle for a workload: the dry run, or with ``engine="auto"`` the portable engine where that cannot be had.
+    """The oracle for a workload: the dry run, or with ``engine="auto"`` the portable engine where that cannot
+    be had.
 
     Args:
         workload: a reference that child processes can follow.

@@ -72,7 +72,8 @@ class Plan:
         version = data.get("schema_version")
         if version != SCHEMA_VERSION:
             raise InputError(
-                f"{source}: schema_version is {version!r}; this memfit reads {SCHEMA_VERSION}: make the plan anew"
+                f"{source}: schema_version is {version!r}; this memfit reads {SCHEMA_VERSION}: "
+                "make the plan anew"
             )
         read = _Reader(data, source)
         return cls(
@@ -111,9 +112,9 @@ class Plan:
     def apply(self, model: Any, optimizer: Any = None) -> Any:
         """Change ``model`` (and ``optimizer``) in place so that they run the plan.
 
-        Returns the model, or ``(model, optimizer)`` when an optimizer was given. `memfit.undo(model)` takes the
-        techniques back, one a call. UsageError when the model has not the blocks that the plan names; the model is
-        then as it was.
+        Returns the model, or ``(model, optimizer)`` when an optimizer was given. `memfit.undo(model)` takes
+        the techniques back, one a call. UsageError when the model has not the blocks that the plan names; the
+        model is then as it was.
         """
         self._check_blocks(model)
         apply_settings(self.techniques, model, optimizer)
@@ -129,8 +130,8 @@ class Plan:
                     get_block(model, name)
                 except UsageError as error:
                     raise UsageError(
-                        f"the plan for {self.workload!r} does not fit this model: {error}; apply it to the model that "
-                        "it was made for, or make a plan for this one"
+                        f"the plan for {self.workload!r} does not fit this model: {error}; apply it to the "
+                        "model that it was made for, or make a plan for this one"
                     ) from error
 
     def micro_batches(
@@ -138,9 +139,9 @@ class Plan:
     ) -> Iterator[tuple[Any, float]]:
         """Cut ``batch`` as the plan says: yields ``(micro_batch, weight)``, weights adding up to 1.
 
-        Multiply each micro-batch's mean loss by its weight before ``backward()``. ``loss_weight(batch)`` says over how
-        many samples or tokens the loss takes its mean; without it, the size of dimension 0. One piece of weight 1
-        when the plan does not cut.
+        Multiply each micro-batch's mean loss by its weight before ``backward()``. ``loss_weight(batch)`` says
+        over how many samples or tokens the loss takes its mean; without it, the size of dimension 0. One
+        piece of weight 1 when the plan does not cut.
         """
         if self.micro_batch_count == 1:
             yield batch, 1.0
@@ -228,8 +229,9 @@ def _techniques(value: Any) -> tuple[Settings, ...]:
 class FitResult:
     """What `plan` found: the plain step, the planned step, what it costs, how it was checked.
 
-    ``planned`` is None only when no plan fits; ``least_budget_bytes`` then is the least reserved peak that any
-    plan which was tried needs, in bytes. ``candidates`` are the points of the time–memory front that were tried.
+    ``planned`` is None only when no plan fits; ``least_budget_bytes`` then is the least reserved peak that
+    any plan which was tried needs, in bytes. ``candidates`` are the points of the time–memory front that were
+    tried.
     """
 
     workload: str

@@ -1,8 +1,10 @@
-"""The nouns of the choice: what each block of a model may keep, and how much memory is left at each point of the step.
+"""The nouns of the choice: what each block of a model may keep, and how much memory is left at each point of
+the step.
 
-Positions are blocks in forward order. The backward pass meets them last to first; when it reaches position ``i``, what
-blocks ``0 … i-1`` keep is still there, and block ``i`` holds everything that it needs. So memory is checked at every
-position, at the end of the forward pass (where all that is kept is there), and in the optimizer step.
+Positions are blocks in forward order. The backward pass meets them last to first; when it reaches position
+``i``, what blocks ``0 … i-1`` keep is still there, and block ``i`` holds everything that it needs. So memory
+is checked at every position, at the end of the forward pass (where all that is kept is there), and in the
+optimizer step.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from dataclasses import dataclass
 class Option:
     """What a block keeps for its backward pass, and what making the rest again costs.
 
-    ``saves`` is None for the plain block; else the operators whose results it keeps beside its inputs (empty: none,
-    the block is run again as a whole). ``saved_bytes`` are held from the block's forward to its backward,
-    ``working_bytes`` is what the block holds while its backward runs, ``recompute_seconds`` and ``recompute_flops``
-    are spent on running parts again.
+    ``saves`` is None for the plain block; else the operators whose results it keeps beside its inputs (empty:
+    none, the block is run again as a whole). ``saved_bytes`` are held from the block's forward to its
+    backward, ``working_bytes`` is what the block holds while its backward runs, ``recompute_seconds`` and
+    ``recompute_flops`` are spent on running parts again.
     """
 
     saves: tuple[str, ...] | None
@@ -46,9 +48,9 @@ class BlockClass:
 class Problem:
     """Choose one option per block so that memory holds at every point and the least time is spent again.
 
-    ``position_bytes[i]`` is what else is there, at its worst, while the backward of block ``i`` runs: everything but
-    what blocks keep or work with. ``forward_end_bytes`` is the same for the turn from forward to backward (the loss), and
-    ``optimizer_bytes`` the whole of the optimizer step, which no option changes.
+    ``position_bytes[i]`` is what else is there, at its worst, while the backward of block ``i`` runs:
+    everything but what blocks keep or work with. ``forward_end_bytes`` is the same for the turn from forward
+    to backward (the loss), and ``optimizer_bytes`` the whole of the optimizer step, which no option changes.
     """
 
     blocks: tuple[str, ...]
@@ -83,10 +85,11 @@ class Problem:
 
 
 def pareto_options(options: Sequence[Option], *, limit: int = 14) -> tuple[Option, ...]:
-    """The options that no other beats in both kept bytes and time, at most ``limit``, fewest kept bytes first.
+    """The options that no other beats in both kept bytes and time, at most ``limit``, fewest kept bytes
+    first.
 
-    Options are thinned by dropping, again and again, the one whose absence loses least: the one nearest to the straight
-    line between its neighbours. The two ends always stay.
+    Options are thinned by dropping, again and again, the one whose absence loses least: the one nearest to
+    the straight line between its neighbours. The two ends always stay.
     """
     front: list[Option] = []
     for option in sorted(options, key=lambda o: (o.recompute_seconds, o.saved_bytes, o.saves or ())):
@@ -100,7 +103,8 @@ def pareto_options(options: Sequence[Option], *, limit: int = 14) -> tuple[Optio
 
 
 def _loss_without(front: Sequence[Option], index: int) -> float:
-    """How far option ``index`` lies under the line between its neighbours, in parts of the whole front's spans."""
+    """How far option ``index`` lies under the line between its neighbours, in parts of the whole front's
+    spans."""
     before, here, after = front[index - 1], front[index], front[index + 1]
     width = after.saved_bytes - before.saved_bytes
     height = before.recompute_seconds - after.recompute_seconds

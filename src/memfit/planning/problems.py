@@ -1,8 +1,8 @@
 """From captured steps to problems: blocks that are alike, their options as measured, memory around them.
 
-Options are measured, not only priced: a step is captured in which each block of a class runs another option, so one capture
-prices as many options as the class has blocks, with whatever PyTorch does (early stopping, what a saved operator really
-holds) in the figures.
+Options are measured, not only priced: a step is captured in which each block of a class runs another option,
+so one capture prices as many options as the class has blocks, with whatever PyTorch does (early stopping,
+what a saved operator really holds) in the figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Seconds = Callable[[StepGraph], Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The blocks of a model in forward order, grouped by likeness, with their work as the plain step shows it."""
+    """The blocks of a model in forward order, grouped by likeness, with their work as the plain step shows
+    it."""
 
     layout: Layout
     classes: tuple[tuple[int, ...], ...]
@@ -52,7 +53,8 @@ def row_of_blocks(layout: Layout, seconds: Sequence[float]) -> Row:
 
 
 def wanted_saves(row: Row, *, limit: int) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """For each class the sets to measure: the best by price, and the named ones, which candidates are made of."""
+    """For each class the sets to measure: the best by price, and the named ones, which candidates are made
+    of."""
     wanted = []
     for members in row.classes:
         work = row.works[members[0]]

@@ -20,7 +20,8 @@ SLACK_SHARE = 0.01
 class LeverProblem:
     """One lever's problem, and the seconds of its step with every block plain.
 
-    ``overhead_bytes``: what the allocator reserves over the problem's own sum; ``expected_seconds``: of the best plan.
+    ``overhead_bytes``: what the allocator reserves over the problem's own sum; ``expected_seconds``: of the
+    best plan.
     """
 
     lever: Lever
@@ -45,10 +46,11 @@ class Refiner:
         self.budget_bytes = budget_bytes
 
     def tighten(self, allowance_bytes: int) -> list[Try]:
-        """Solves for ``allowance_bytes`` in the solver's own sums, runs the plan, and corrects the allowance by what it missed.
+        """Solves for ``allowance_bytes`` in the solver's own sums, runs the plan, and corrects the allowance
+        by what it missed.
 
-        Ends when a plan fits with little slack, when nothing more can be solved, or after some rounds. Returns what was
-        tried, the last one last.
+        Ends when a plan fits with little slack, when nothing more can be solved, or after some rounds.
+        Returns what was tried, the last one last.
         """
         tried: list[Try] = []
         failing = None  # the least sum of a plan that did not fit
@@ -78,7 +80,8 @@ class Refiner:
         )
 
     def improve(self, start: Try, limit: int) -> list[Try]:
-        """Local search on the bench: gives one block after another a cheaper option, as long as the step still fits.
+        """Local search on the bench: gives one block after another a cheaper option, as long as the step
+        still fits.
 
         Among blocks that are alike and keep the same, only the first and the last of each run are tried.
         """

@@ -1,8 +1,9 @@
-"""The schedules that people use by name, as candidates: a plan is never worse than the best of those that fit.
+"""The schedules that people use by name, as candidates: a plan is never worse than the best of those that
+fit.
 
-A schedule says for each block what it keeps (None: the block runs plain). A lever changes something else than the blocks:
-the loss, the optimizer's implementation, the number of micro-batches. Every schedule is tried under every lever that the
-allowed exactness admits.
+A schedule says for each block what it keeps (None: the block runs plain). A lever changes something else than
+the blocks: the loss, the optimizer's implementation, the number of micro-batches. Every schedule is tried
+under every lever that the allowed exactness admits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ LOSS_CHUNKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Lever:
-    """Everything of a plan but the blocks: settings of the other techniques, and how exact they leave the step."""
+    """Everything of a plan but the blocks: settings of the other techniques, and how exact they leave the
+    step."""
 
     name: str
     settings: tuple[Settings, ...] = ()
@@ -100,9 +102,11 @@ def levers(
     micro_batching: Exactness | None,
     implementations: Mapping[str, Exactness],
 ) -> tuple[Lever, ...]:
-    """The combinations of levers within ``allow``: fewest micro-batches first, the one that changes nothing before all.
+    """The combinations of levers within ``allow``: fewest micro-batches first, the one that changes nothing
+    before all.
 
-    An optimizer implementation that is offered is leaner and faster than the workload's own, so it goes with all others.
+    An optimizer implementation that is offered is leaner and faster than the workload's own, so it goes with
+    all others.
 
     Args:
         samples: in the batch; no more micro-batches than that.

@@ -1,9 +1,12 @@
-"""The search: measure the options, solve under each lever, run what comes out, and take the fastest plan that really fits.
+"""The search: measure the options, solve under each lever, run what comes out, and take the fastest plan that
+really fits.
 
-    plain step → options measured in captured steps → for each lever: named schedules, solve → run → tighten, local search
-    → the fastest candidates again in processes of their own, on reserved bytes → the first that fits the budget
+    plain step → options measured in captured steps
+    → for each lever: named schedules, solve → run → tighten, local search
+    → the fastest candidates again in processes of their own, on reserved bytes → the first that fits
 
-Deterministic: the same workload, GPU, budget and versions give the same plan. Only wall time is not looked at.
+Deterministic: the same workload, GPU, budget and versions give the same plan. Only wall time is not looked
+at.
 """
 
 from __future__ import annotations
@@ -40,12 +43,14 @@ MOST_MIXES = 10
 LOCAL_STEPS = 16
 FINALISTS = 12
 OPTIMISM = 0.002
-"""A fresh process may reserve this much less than the quick measurement says, so such plans are tried as well."""
+"""A fresh process may reserve this much less than the quick measurement says, so such plans are tried as
+well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the search found: ``chosen`` is None when nothing fits, and ``least`` then needs the least of all tried."""
+    """What the search found: ``chosen`` is None when nothing fits, and ``least`` then needs the least of all
+    tried."""
 
     plain: Final
     graph: StepGraph
@@ -163,8 +168,9 @@ class _Session:
     def explore(self, budget_bytes: int) -> None:
         """Fills the bench with everything that is worth measuring for a budget by quick measurements.
 
-        Levers go by their number of micro-batches, and within it by what the solver expects of them. More micro-batches
-        never make a step faster, so once a plan is found that beats the plain step under a number, no higher one is tried.
+        Levers go by their number of micro-batches, and within it by what the solver expects of them. More
+        micro-batches never make a step faster, so once a plan is found that beats the plain step under a
+        number, no higher one is tried.
         """
         layout = Layout(graph=self.graph, blocks=self.bench.blocks)
         row = row_of_blocks(layout, self.bench.seconds(self.graph))
@@ -212,7 +218,8 @@ class _Session:
         )
 
     def _expected(self, case: LeverProblem) -> LeverProblem:
-        """The case with what the allocator reserves over the solver's sum, and the seconds to expect within the budget."""
+        """The case with what the allocator reserves over the solver's sum, and the seconds to expect within
+        the budget."""
         plain = self._plain_under(case)
         own_sum = case.problem.peak_bytes([0] * len(case.problem.blocks))
         overhead = max(plain.peaks.reserved_bytes - own_sum, 0)
@@ -227,7 +234,8 @@ class _Session:
         return self.bench.evaluate(name, case.lever, self.plain.schedule, case.base_seconds, named=True)
 
     def _explore_lever(self, row: Row, case: LeverProblem, best: float) -> float:
-        """Tries named schedules, solved plans and their neighbours under one lever; the seconds of the best that fits.
+        """Tries named schedules, solved plans and their neighbours under one lever; the seconds of the best
+        that fits.
 
         Only what can beat ``best`` is run; without any lever all named schedules are, for the picture.
         """

@@ -1,9 +1,9 @@
 """The mixed-integer program: one option per block, memory at every point of the step, least recomputation.
 
-Blocks of a class are alike, so their order costs a solver dearly (12 equal blocks take a naive program seconds). Among
-equal blocks those that keep less had best come first in the forward: every position's sum over the earlier blocks is then
-least. So the program asks for that order, block after block (or group after group, in long chains), which cuts the
-symmetry away and keeps the optimum.
+Blocks of a class are alike, so their order costs a solver dearly (12 equal blocks take a naive program
+seconds). Among equal blocks those that keep less had best come first in the forward: every position's sum
+over the earlier blocks is then least. So the program asks for that order, block after block (or group after
+group, in long chains), which cuts the symmetry away and keeps the optimum.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ GROUPS_PER_CLASS = 24
 MOST_OPTIONS = 14
 """Options of a class that the program chooses among: the best of its Pareto front."""
 _TIE_BREAK = 1e-4
-"""Among choices of equal time the one that keeps least wins: this part of the time's scale is given to bytes."""
+"""Among choices of equal time the one that keeps least wins: this part of the time's scale is given to bytes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """``choice[i]`` is the number of the option that position ``i`` takes; ``peak_bytes`` is the program's own sum."""
+    """``choice[i]`` is the number of the option that position ``i`` takes; ``peak_bytes`` is the program's
+    own sum."""
 
     choice: tuple[int, ...]
     recompute_seconds: float
@@ -58,7 +60,8 @@ class _Group:
 def solve(
     problem: Problem, budget_bytes: int, *, time_limit_seconds: float = TIME_LIMIT_SECONDS
 ) -> Solution | None:
-    """The choice of least recomputation whose predicted peak is within ``budget_bytes``; None when there is none.
+    """The choice of least recomputation whose predicted peak is within ``budget_bytes``; None when there is
+    none.
 
     Same problem, same answer. Within `RELATIVE_GAP` of the optimum, exactly so where chains have no more than
     `GROUPS_PER_CLASS` blocks of a class.
@@ -145,7 +148,8 @@ def _add_choices(rows: _Rows, groups: Sequence[_Group]) -> None:
 
 
 def _add_order(rows: _Rows, groups: Sequence[_Group]) -> None:
-    """Of two neighbouring groups of a class, the earlier one keeps no more: for each option, as shares of the group."""
+    """Of two neighbouring groups of a class, the earlier one keeps no more: for each option, as shares of the
+    group."""
     for before, after in itertools.pairwise(groups):
         if before.class_number != after.class_number:
             continue
@@ -157,9 +161,11 @@ def _add_order(rows: _Rows, groups: Sequence[_Group]) -> None:
 
 
 def _add_memory(rows: _Rows, groups: Sequence[_Group], problem: Problem, budget_bytes: int) -> None:
-    """The budget at the end of the forward pass and where the backward pass reaches each group (bytes in MiB).
+    """The budget at the end of the forward pass and where the backward pass reaches each group (bytes in
+    MiB).
 
-    Within a group of several blocks all that the group keeps counts from its first position on: a little too much.
+    Within a group of several blocks all that the group keeps counts from its first position on: a little too
+    much.
     """
     mib = 2.0**20
     kept = [

@@ -1,9 +1,11 @@
-"""Runs plain and planned steps on real values and compares all that training leaves: the proof of a plan's exactness.
+"""Runs plain and planned steps on real values and compares all that training leaves: the proof of a plan's
+exactness.
 
-Runs in a child process on the CPU, one thread, seeded; never on the made-up GPU, whose values are not real. Compared are
-the loss, every gradient and buffer and the random state after the first step, and every parameter and buffer after three
-optimizer steps. The workload is scaled down: its own small form where it has one; else its batch is cut to two samples
-when the model fits the host's memory; else one block of each kind that the plan treats differently is kept.
+Runs in a child process on the CPU, one thread, seeded; never on the made-up GPU, whose values are not real.
+Compared are the loss, every gradient and buffer and the random state after the first step, and every
+parameter and buffer after three optimizer steps. The workload is scaled down: its own small form where it has
+one; else its batch is cut to two samples when the model fits the host's memory; else one block of each kind
+that the plan treats differently is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ STEPS = 3
 SAMPLES = 2
 _GRADIENT, _PARAMETER = "gradient of", "parameter"
 TOLERANCES: Mapping[str, float] = {"fp32": 1e-4, "low": 5e-2}
-"""Largest relative error of a reordered plan: in fp32, and where bf16 or fp16 takes part (8 and 11 bits of mantissa)."""
+"""Largest relative error of a reordered plan: in fp32, and where bf16 or fp16 takes part (8 and 11 bits of
+mantissa)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,8 @@ def verify(
 ) -> dict[str, Any]:
     """Compares ``STEPS`` plain and planned steps of the workload behind a reference, on the CPU.
 
-    Returns the JSON form of `Verified`. Never raises for what the workload does: a workload that fails on the CPU is
-    reported as not verified, with the reason.
+    Returns the JSON form of `Verified`. Never raises for what the workload does: a workload that fails on the
+    CPU is reported as not verified, with the reason.
     """
     started = time.perf_counter()
     try:
@@ -195,11 +198,12 @@ def _equal_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _largest_error(plain: Mapping[str, torch.Tensor], planned: Mapping[str, torch.Tensor]) -> float:
-    """The largest relative error among losses, gradients and buffers, and of all parameters together at the end.
+    """The largest relative error among losses, gradients and buffers, and of all parameters together at the
+    end.
 
-    Root mean squares are compared. A gradient that is zero but for rounding (a key's bias in attention) is measured
-    against a hundredth of what gradients are like on the whole, and parameters only together, as Adam turns
-    any such gradient into a step of full length.
+    Root mean squares are compared. A gradient that is zero but for rounding (a key's bias in attention) is
+    measured against a hundredth of what gradients are like on the whole, and parameters only together, as
+    Adam turns any such gradient into a step of full length.
     """
     if plain.keys() != planned.keys():
         return float("inf")
@@ -259,7 +263,8 @@ def _available_bytes() -> int:
 
 
 def _one_of_each(model: torch.nn.Module, techniques: Sequence[Settings]) -> dict[str, str]:
-    """The first block of each chain for each way in which the plan treats its blocks, and the name it has when alone."""
+    """The first block of each chain for each way in which the plan treats its blocks, and the name it has
+    when alone."""
     treated = _treatments(techniques)
     keep: dict[str, str] = {}
     for chain in find_block_chains(model):
@@ -289,8 +294,9 @@ def _scale_down(step: TrainingStep, scale: _Scale) -> None:
         container = step.model.get_submodule(chain.names[0].rpartition(".")[0])
         if not isinstance(container, torch.nn.ModuleList | torch.nn.Sequential):
             raise TypeError(
-                f"its blocks lie in a {type(container).__name__}, which cannot be cut, and the whole model needs "
-                f"{format_bytes(16 * sum(p.numel() for p in step.model.parameters()))}: let the factories take size='small'"
+                f"its blocks lie in a {type(container).__name__}, which cannot be cut, and the whole model "
+                f"needs {format_bytes(16 * sum(p.numel() for p in step.model.parameters()))}: let the "
+                "factories take size='small'"
             )
         for number in reversed(range(len(chain.names))):
             if chain.names[number] not in scale.keep:
