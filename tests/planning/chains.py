@@ -9,7 +9,7 @@ from memfit.planning.problem import BlockClass, Option, Problem
 
 
 def random_problem(seed: int, *, classes: int = 2, blocks_per_class: int = 3, options: int = 4) -> Problem:
-    """Contiguous classes with the plain option, full recomputation and some in between; equal working bytes."""
+    """Contiguous classes with the plain option, full recomputation and some between; equal working bytes."""
     rng = random.Random(seed)
     made, position, base = [], 0, []
     for number in range(classes):

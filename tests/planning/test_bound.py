@@ -66,7 +66,7 @@ def test_it_never_exceeds_the_true_optimum(seed: int) -> None:
 
 
 def test_it_is_tight_on_a_chain_that_must_run_a_part_again() -> None:
-    """Three equal activations, two of them made from the first, room for two: the cheaper one is made again."""
+    """Three equal activations, two of them made from the first, room for two: the cheaper is made again."""
     mib = 2**20
     storages = (
         Storage(id=0, size_bytes=0, category="input", born=-1),

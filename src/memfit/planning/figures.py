@@ -15,7 +15,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What one training step needs: three peaks in bytes (PyTorch's terms) and the predicted time on the GPU."""
+    """What one training step needs: three peaks in bytes (PyTorch's terms) and the predicted time."""
 
     peak_requested_bytes: int
     peak_allocated_bytes: int

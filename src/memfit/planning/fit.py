@@ -102,7 +102,8 @@ def checked_budget(budget: int | str | None, gpu: GPU) -> int:
     if count > gpu.nvml_total_bytes:
         raise UsageError(
             f"budget {budget!r} is {format_bytes(count)}, more than the "
-            f"{format_bytes(gpu.nvml_total_bytes)} that {gpu.name} has: give at most {format_bytes(gpu.default_budget_bytes)}, or another --gpu"
+            f"{format_bytes(gpu.nvml_total_bytes)} that {gpu.name} has: give at most "
+            f"{format_bytes(gpu.default_budget_bytes)}, or another --gpu"
         )
     return count
 

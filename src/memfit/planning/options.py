@@ -84,7 +84,7 @@ class BlockWork:
 
 
 def block_work(layout: Layout, block: int, seconds: Sequence[float]) -> BlockWork:
-    """Prices the forward of ``block`` in a plain step; ``seconds`` has those of each operator of the graph."""
+    """Prices the forward of ``block`` in a plain step; ``seconds`` are those of each operator."""
     forward = layout.ops(block, "forward")
     again = _run_again(layout.graph, forward, layout.ops(block, "backward"))
     output = _result_bytes(layout.graph, forward)

@@ -1,4 +1,4 @@
-"""A plan: techniques with settings, chosen for a budget, as a value and as a JSON file; and what a fit found."""
+"""A plan: techniques with settings, chosen for a budget, as a value and as a file; and what a fit found."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _exactness(value: Any) -> Any:
 
 
 def _techniques(value: Any) -> tuple[Settings, ...]:
-    """Settings objects, each of a technique that exists; their own values are checked when they are applied."""
+    """Settings objects, each of a technique that exists; their values are checked when they are applied."""
     from memfit.techniques import TECHNIQUES
 
     if not isinstance(value, list):

@@ -64,7 +64,7 @@ def wanted_saves(row: Row, *, limit: int) -> tuple[tuple[tuple[str, ...], ...], 
 
 
 def mixes(row: Row, wanted: Sequence[Sequence[tuple[str, ...]]]) -> list[tuple[Saves, ...]]:
-    """Schedules in which the blocks of a class run different sets, so that a few of them show every set once."""
+    """Schedules in which the blocks of a class run different sets, so that a few show every set once."""
     rounds = max(
         (-(-len(sets) // len(members)) for sets, members in zip(wanted, row.classes, strict=True)), default=0
     )

@@ -112,7 +112,7 @@ class Search:
         )
 
     def _choose(self, bench: Bench) -> Try | None:
-        """The fastest plan that fits, by processes of their own; the quick peaks say only which to ask first."""
+        """The fastest plan that fits, by processes of their own; quick peaks only say which to ask first."""
         asked = 0
         hopeful = self.budget_bytes * (1 + OPTIMISM)
         for tried in sorted(bench.tries.values(), key=_by_seconds):
