@@ -230,3 +230,16 @@ def test_distributed_data_parallel(
 
 def _bitwise(plain: Trained, changed: Trained, _: float) -> None:
     assert_bitwise(plain, changed)
+
+
+@pytest.mark.parametrize("variant", ["full", "save linear", "save attention", "save random", "chunked"])
+@pytest.mark.parametrize("case", ["gpt", "hf-gpt2", "encoder-decoder"])
+def test_on_meta_tensors(case: str, variant: str) -> None:
+    """Where no dry run is to be had, plans are tried on tensors without values, and without autocast."""
+    if not _fits(CASES[case], VARIANTS[variant]):
+        pytest.skip("not a language model")
+    model = VARIANTS[variant].apply(CASES[case].model().to("meta"))
+    CASES[case].loss(
+        model, {name: value.to("meta") for name, value in CASES[case].batch().items()}
+    ).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

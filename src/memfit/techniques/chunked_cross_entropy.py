@@ -99,14 +99,14 @@ class DeferredForward:
     def __call__(self, input: Any) -> Any:
         import torch
 
+        from memfit.techniques.autocast_state import autocast_dtype
         from memfit.techniques.deferred_logits import OutputLayer, defer
 
         layer: Any = self._layer()
         needed = input.requires_grad or layer.weight.requires_grad
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and needed) or input.dim() < 2:
             return torch.nn.Linear.forward(layer, input)
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        dtype = autocast_dtype(input.device.type) or input.dtype
         return defer(input, OutputLayer(layer.weight, layer.bias, dtype, self._chunks))
 
 

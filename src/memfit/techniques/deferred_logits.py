@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memfit.techniques.autocast_state import autocast_dtype, without_autocast
 from memfit.techniques.linear_cross_entropy import LossTerms, linear_cross_entropy
 
 
@@ -31,7 +32,7 @@ class OutputLayer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the layer itself gives."""
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device.type):
             bias = None if self.bias is None else self.bias.to(self.compute_dtype)
             return F.linear(hidden.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias)
 
@@ -282,7 +283,7 @@ def _cross_entropy(
         terms=terms,
         class_weight=weight,
     )
-    loss = loss if torch.is_autocast_enabled(logits.device.type) else loss.to(dtype)
+    loss = loss.to(dtype) if autocast_dtype(logits.device.type) is None else loss
     return loss.view_as(target) if reduction == "none" else loss
 
 

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memfit.techniques.autocast_state import without_autocast
+
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -204,7 +206,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.sums = None
         problem = _Problem(hidden, weight, bias, target, class_weight, terms)
         now = terms.reduction != "none"
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device.type):
             needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
             sums = problem.run(problem.gradients_wanted(needs) if now else _Sums())
             losses = torch.cat(sums.losses)
@@ -221,7 +223,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         terms: LossTerms = ctx.terms
         sums, ctx.sums = ctx.sums, None
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device.type):
             if sums is None:
                 hidden, weight, bias, target, class_weight = ctx.saved_tensors
                 problem = _Problem(hidden, weight, bias, target, class_weight, terms)

@@ -310,7 +310,9 @@ def _random_state(output: Any) -> tuple[torch.device, Any] | None:
     sync."""
     device = next((tensor.device for tensor in _tensors(output)), torch.device("cpu"))
     if device.type == "cuda":
-        return device, torch.cuda.default_generators[device.index].get_offset()
+        generators = torch.cuda.default_generators  # none for tensors that only say they are on a GPU
+        known = device.index is not None and device.index < len(generators)
+        return (device, generators[device.index].get_offset()) if known else None
     if device.type == "cpu":
         return device, torch.get_rng_state()
     return None
