@@ -1,0 +1,203 @@
+"""The state before a history, found by going through it backwards from the state at its end.
+
+Every event is undone: what was allocated becomes free, what was freed is in use again. The rest of a block
+that PyTorch did not split off is known from the gap behind it: in the pool of large blocks no free piece is
+1 MiB or smaller, so a gap of that size belongs to the block before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from memfit.core.snapshot import BlockState, Segment, Snapshot, SnapshotBlock
+from memfit.core.trace import Action
+from memfit.formats.history import Step
+
+BLOCK_BYTES = 512
+SMALL_SEGMENT_BYTES = 2 << 20
+LARGEST_UNSPLIT_REST_BYTES = 1 << 20
+
+
+class Start(NamedTuple):
+    """A state, and how many events did not agree with it."""
+
+    snapshot: Snapshot
+    contradictions: int
+
+
+class _Range(NamedTuple):
+    size: int
+    stream: int
+    pool: Literal["small", "large"]
+    expandable: bool
+
+
+@dataclass
+class _Active:
+    size: int  # 0: not known, from the gap
+    requested: int
+    state: BlockState
+    where: str
+
+
+class Held:
+    """Reserved bytes over a history."""
+
+    @staticmethod
+    def over(start: Snapshot | None, steps: Sequence[Step], index: int) -> int:
+        """What was reserved before step ``index``."""
+        held = 0 if start is None else start.reserved_bytes
+        for step in steps[:index]:
+            if step.action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
+                held += step.size_bytes
+            elif step.action in (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP):
+                held -= step.size_bytes
+        return max(held, 0)
+
+
+def starting_state(segments: Sequence[Segment], steps: Sequence[Step]) -> Start:
+    """The state from which ``steps`` led to ``segments``."""
+    undo = _Undo(segments)
+    for step in reversed(steps):
+        undo.undo(step)
+    return Start(undo.snapshot(), undo.contradictions)
+
+
+class _Undo:
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.contradictions = 0
+        self._ranges = {
+            segment.address: _Range(segment.size_bytes, segment.stream, segment.pool, segment.expandable)
+            for segment in segments
+        }
+        self._active = {
+            block.address: _Active(block.size_bytes, block.requested_bytes, block.state, block.where)
+            for segment in segments
+            for block in segment.blocks
+            if block.active
+        }
+
+    def undo(self, step: Step) -> None:
+        action, address = step.action, step.address
+        if action is Action.ALLOC:
+            self._expect(self._active.pop(address, None) is not None)
+        elif action is Action.FREE:
+            self._expect(address not in self._active)
+            self._active[address] = _Active(0, step.size_bytes, "allocated", "")
+        elif action is None:
+            block = self._active.get(address)
+            self._expect(block is not None)
+            if block is not None:
+                block.state = "allocated"
+        elif action is Action.SEGMENT_ALLOC:
+            self._expect(self._ranges.pop(address, None) is not None)
+        elif action is Action.SEGMENT_FREE:
+            self._add(step, expandable=False)
+        elif action is Action.SEGMENT_MAP:
+            self._unmap(address, step.size_bytes)
+        elif action is Action.SEGMENT_UNMAP:
+            self._add(step, expandable=True)
+
+    def _expect(self, agrees: bool) -> None:
+        self.contradictions += not agrees
+
+    def _add(self, step: Step, *, expandable: bool) -> None:
+        small = step.size_bytes % (20 << 20) != 0 if expandable else step.size_bytes == SMALL_SEGMENT_BYTES
+        pool: Literal["small", "large"] = "small" if small else "large"
+        self._expect(step.address not in self._ranges)
+        self._ranges[step.address] = _Range(step.size_bytes, step.stream, pool, expandable)
+
+    def _unmap(self, address: int, size: int) -> None:
+        """Take a stretch out of the mapped ranges, which may leave one before it and one behind it."""
+        left = size
+        for begin in sorted(self._ranges):
+            found = self._ranges[begin]
+            end = begin + found.size
+            low, high = max(begin, address), min(end, address + size)
+            if low >= high:
+                continue
+            del self._ranges[begin]
+            left -= high - low
+            if begin < low:
+                self._ranges[begin] = found._replace(size=low - begin)
+            if high < end:
+                self._ranges[high] = found._replace(size=end - high)
+        self._expect(left == 0)
+
+    def snapshot(self) -> Snapshot:
+        addresses = sorted(self._active)
+        segments = []
+        begin_free = 0
+        for begin, found in self._joined():
+            if begin < begin_free:  # ranges that overlap cannot both be true
+                self.contradictions += 1
+                continue
+            inside = addresses[bisect_left(addresses, begin) : bisect_left(addresses, begin + found.size)]
+            segments.append(
+                Segment(
+                    address=begin,
+                    size_bytes=found.size,
+                    stream=found.stream,
+                    pool=found.pool,
+                    expandable=found.expandable,
+                    blocks=tuple(self._blocks(begin, found, inside)),
+                )
+            )
+            begin_free = begin + found.size
+        covered = sum(sum(block.active for block in segment.blocks) for segment in segments)
+        self.contradictions += len(addresses) - covered
+        return Snapshot(segments=tuple(segments))
+
+    def _joined(self) -> list[tuple[int, _Range]]:
+        """The ranges by address; mapped ones that touch are one."""
+        joined: list[tuple[int, _Range]] = []
+        for begin in sorted(self._ranges):
+            found = self._ranges[begin]
+            if joined and found.expandable and joined[-1][1].expandable:
+                before, last = joined[-1]
+                if before + last.size == begin and last.stream == found.stream:
+                    joined[-1] = (before, last._replace(size=last.size + found.size))
+                    continue
+            joined.append((begin, found))
+        return joined
+
+    def _blocks(self, begin: int, found: _Range, inside: Sequence[int]) -> list[SnapshotBlock]:
+        """The blocks of a segment: the active ones, and what is free between them."""
+        end = begin + found.size
+        blocks: list[SnapshotBlock] = []
+        at = begin
+        for place, address in enumerate(inside):
+            if address < at:  # it would lie in the block before it
+                continue
+            if address > at:
+                blocks.append(_free(at, address - at))
+            following = inside[place + 1] if place + 1 < len(inside) else end
+            size = self._size(self._active[address], following - address, found)
+            active = self._active[address]
+            blocks.append(
+                SnapshotBlock(
+                    address=address,
+                    size_bytes=size,
+                    requested_bytes=active.requested,
+                    state=active.state,
+                    where=active.where,
+                )
+            )
+            at = address + size
+        if at < end:
+            blocks.append(_free(at, end - at))
+        return blocks
+
+    def _size(self, active: _Active, room: int, found: _Range) -> int:
+        if active.size:
+            return min(active.size, room)
+        size = min(max(-(-active.requested // BLOCK_BYTES), 1) * BLOCK_BYTES, room)
+        unsplit = found.pool == "large" and not found.expandable and room - size <= LARGEST_UNSPLIT_REST_BYTES
+        return room if unsplit else size
+
+
+def _free(address: int, size: int) -> SnapshotBlock:
+    return SnapshotBlock(address=address, size_bytes=size, requested_bytes=0, state="inactive")

@@ -1,0 +1,79 @@
+"""A recording as files, from the process that reads hostile files to the one that asked for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from memfit.core.recording import Recording
+from memfit.core.snapshot import Segment, Snapshot, SnapshotBlock
+from memfit.core.trace import Trace
+
+TRACE_FILE = "events.memfit-trace"
+HEAD_FILE = "recording.json"
+
+
+def save(recording: Recording, folder: Path) -> None:
+    """Write a recording that was read from a snapshot."""
+    recording.trace.save(folder / TRACE_FILE)
+    head = {
+        "start": _segments(recording.start),
+        "end": _segments(recording.end),
+        "settings_of_end": {} if recording.end is None else dict(recording.end.settings),
+        "total_bytes": recording.total_bytes,
+        "settings": recording.settings,
+        "kind": recording.kind,
+        "notes": recording.notes,
+    }
+    (folder / HEAD_FILE).write_text(json.dumps(head, allow_nan=True), encoding="utf-8")
+
+
+def load(folder: Path) -> Recording:
+    """Read what `save` wrote."""
+    head = json.loads((folder / HEAD_FILE).read_text(encoding="utf-8"))
+    trace = Trace.load(folder / TRACE_FILE)
+    return Recording(
+        trace=trace,
+        start=_snapshot(head["start"]),
+        end=_snapshot(head["end"], settings=head["settings_of_end"], trace=trace),
+        total_bytes=head["total_bytes"],
+        settings=head["settings"],
+        kind=head["kind"],
+        notes=tuple(head["notes"]),
+    )
+
+
+def _segments(snapshot: Snapshot | None) -> list[Any] | None:
+    if snapshot is None:
+        return None
+    return [
+        [
+            *(segment.address, segment.size_bytes, segment.stream, segment.pool, segment.expandable),
+            [
+                [block.address, block.size_bytes, block.requested_bytes, block.state, block.where]
+                for block in segment.blocks
+            ],
+        ]
+        for segment in snapshot.segments
+    ]
+
+
+def _snapshot(rows: list[Any] | None, **more: Any) -> Snapshot | None:
+    if rows is None:
+        return None
+    return Snapshot(segments=tuple(_segment(*row) for row in rows), **more)
+
+
+def _segment(address: int, size: int, stream: int, pool: Any, expandable: bool, blocks: list[Any]) -> Segment:
+    return Segment(
+        address=address,
+        size_bytes=size,
+        stream=stream,
+        pool=pool,
+        expandable=expandable,
+        blocks=tuple(
+            SnapshotBlock(address=at, size_bytes=length, requested_bytes=asked, state=state, where=where)
+            for at, length, asked, state, where in blocks
+        ),
+    )
