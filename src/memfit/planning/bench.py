@@ -178,6 +178,7 @@ class Bench:
         known = self.tries[tried.key]
         if known.final is None:
             self.evaluations += 1
-            known = replace(known, final=self.oracle.final(known.techniques))
+            trace = f"plan-{self.evaluations}" if known.techniques else "plain"
+            known = replace(known, final=self.oracle.final(known.techniques, trace=trace))
             self.tries[known.key] = known
         return known

@@ -69,7 +69,6 @@ def fit(
         ).run()
         bounds = _bounds(outcome, device, budget_bytes, show)
         planning_seconds = time.perf_counter() - planning
-        planned = _planned(oracle, outcome)
         verified = None
         if verifier is not None and outcome.chosen is not None and outcome.chosen.techniques:
             show("verify", 0, 1)
@@ -82,7 +81,6 @@ def fit(
             budget_bytes,
             spec=spec,
             bounds=bounds,
-            planned=planned,
             verified=verified,
             planning_seconds=planning_seconds,
             wall_seconds=time.perf_counter() - started,
@@ -176,15 +174,6 @@ def _bounds(
     return percents[0], percents[1]
 
 
-def _planned(oracle: Oracle, outcome: Outcome) -> StepFigures | None:
-    """The figures of the chosen plan, with a trace of its step."""
-    if outcome.chosen is None:
-        return None
-    if not outcome.chosen.techniques:
-        return outcome.plain.figures
-    return oracle.final(outcome.chosen.techniques, trace="planned").figures
-
-
 def _result(
     outcome: Outcome,
     oracle: Oracle,
@@ -193,13 +182,13 @@ def _result(
     *,
     spec: str | None,
     bounds: tuple[float | None, float | None],
-    planned: StepFigures | None,
     verified: Verified | None,
     planning_seconds: float,
     wall_seconds: float,
     seed: int,
 ) -> FitResult:
     chosen, plain = outcome.chosen, outcome.plain.figures
+    planned = None if chosen is None or chosen.final is None else chosen.final.figures
     worst = planned if planned is not None else plain
     least = outcome.least.final.figures.peak_reserved_bytes if outcome.least and outcome.least.final else None
     return FitResult(

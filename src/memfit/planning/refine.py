@@ -15,6 +15,9 @@ ROUNDS = 6
 SLACK_SHARE = 0.01
 """Where a plan leaves more than this part of the budget unused, the next round may use more."""
 
+LUCK_SHARE = 0.01
+"""By how much of the budget a neighbour may exceed it by its sum and still be run: segments may suit it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LeverProblem:
@@ -83,13 +86,16 @@ class Refiner:
         """Local search on the bench: gives one block after another a cheaper option, as long as the step
         still fits.
 
-        Among blocks that are alike and keep the same, only the first and the last of each run are tried.
+        Among blocks that are alike and keep the same, only the first and the last of each run are tried, and
+        only changes whose sum is near the budget: the allocator's share moves by little between such plans.
         """
         table = self.case.problem.option_table()
         known = choice_of(self.case.problem, start.schedule)
         if known is None:
             return []
         choice = list(known)
+        overhead_bytes = start.peaks.reserved_bytes - self.case.problem.peak_bytes(choice)
+        allowance_bytes = int(self.budget_bytes * (1 + LUCK_SHARE)) - overhead_bytes
         tried: list[Try] = []
         last = self.bench.evaluations + limit
         moved = True
@@ -98,7 +104,10 @@ class Refiner:
             for position, number in self._moves(choice, table):
                 if self.bench.evaluations >= last:
                     return tried
-                attempt = self._try([*choice[:position], number, *choice[position + 1 :]])
+                changed = [*choice[:position], number, *choice[position + 1 :]]
+                if self.case.problem.peak_bytes(changed) > allowance_bytes:
+                    continue
+                attempt = self._try(changed)
                 tried.append(attempt)
                 if attempt.peaks.failure is None and attempt.peaks.reserved_bytes <= self.budget_bytes:
                     choice[position] = number

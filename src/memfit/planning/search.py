@@ -40,7 +40,7 @@ Progress = Callable[[str, int, int], None]
 
 OPTIONS_PER_BLOCK = 12
 MOST_MIXES = 10
-LOCAL_STEPS = 16
+LOCAL_STEPS = 10
 FINALISTS = 12
 OPTIMISM = 0.002
 """A fresh process may reserve this much less than the quick measurement says, so such plans are tried as
@@ -78,7 +78,6 @@ class Search:
     def run(self) -> Outcome:
         """Searches. Errors of the workload come through as they are."""
         self.progress("plain step", 0, 1)
-        plain = self.oracle.final((), trace="plain")
         facts = self.oracle.facts()
         graph = self.oracle.graph(())
         blocks = ordered_blocks(graph, facts.blocks)
@@ -86,6 +85,9 @@ class Search:
         plain_try = bench.evaluate(
             "plain", NO_LEVER, (None,) * len(blocks), sum(bench.seconds(graph)), named=True
         )
+        plain_try = bench.finish(plain_try)
+        plain = plain_try.final
+        assert plain is not None
         self.progress("plain step", 1, 1)
         chosen = None
         if plain.figures.peak_reserved_bytes <= self.budget_bytes:
