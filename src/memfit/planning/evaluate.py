@@ -21,7 +21,7 @@ from memfit.capture.step import TrainingStep, build_step
 from memfit.capture.tracker import StepTracker
 from memfit.capture.true_values import reads_to_json, true_values
 from memfit.capture.workloads import from_reference
-from memfit.core.devices import find_gpu
+from memfit.core.devices import GPU
 from memfit.core.errors import MemfitError, UsageError
 from memfit.planning.figures import Settings
 from memfit.planning.plan import apply_settings, micro_batch_count, sample_count
@@ -44,13 +44,15 @@ class Session:
     Args:
         workload: a reference of `memfit.capture.workloads.workload_reference`.
         engine: ``"dryrun"`` or ``"portable"``.
-        gpu_key: the GPU that is planned for.
+        target: the GPU that is planned for, as `dataclasses.asdict` gives it.
         seed: of everything random.
     """
 
-    def __init__(self, workload: Mapping[str, Any], engine: str, gpu_key: str, seed: int = 0) -> None:
+    def __init__(
+        self, workload: Mapping[str, Any], engine: str, target: Mapping[str, Any], seed: int = 0
+    ) -> None:
         self._open = ExitStack()  # until the process ends, or `close`
-        device, _ = self._open.enter_context(device_of(engine, gpu_key))
+        device, _ = self._open.enter_context(device_of(engine, target))
         self._step = build_step(from_reference(workload), device=device, seed=seed)
         for _ in range(QUICK_STEPS + 1):
             self._step.run()
@@ -94,7 +96,7 @@ def final(
     workload: Mapping[str, Any],
     techniques: Sequence[Settings],
     engine: str,
-    gpu_key: str,
+    target: Mapping[str, Any],
     trace_path: str | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -103,22 +105,20 @@ def final(
 
     Returns the JSON of `memfit.capture.measure.measure_step` with ``value_reads`` and ``not_modelled``.
     """
-    with device_of(engine, gpu_key) as (device, uncertain):
+    with device_of(engine, target) as (device, uncertain):
         step = build_step(from_reference(workload), device=device, seed=seed)
         with applied(step, techniques):
-            result = measure_step(
-                step, gpu=find_gpu(gpu_key), steps=STEPS, categories=True, trace_path=trace_path
-            )
+            result = measure_step(step, gpu=_gpu(target), steps=STEPS, categories=True, trace_path=trace_path)
         return {**result, **uncertain()}
 
 
 @contextmanager
-def device_of(engine: str, gpu_key: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def device_of(engine: str, target: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """The device that an engine builds on, ready for use, and what tells what it was not sure of."""
     if engine == "portable":
         from memfit.capture.portable import DEVICE, portable_gpu
 
-        roomy = replace(find_gpu(gpu_key), runtime_total_bytes=ROOMY_BYTES, nvml_total_bytes=ROOMY_BYTES)
+        roomy = replace(_gpu(target), runtime_total_bytes=ROOMY_BYTES, nvml_total_bytes=ROOMY_BYTES)
         with portable_gpu(roomy) as portable:
             yield (
                 DEVICE,
@@ -130,6 +130,11 @@ def device_of(engine: str, gpu_key: str) -> Iterator[tuple[str, Callable[[], dic
     else:
         with true_values() as reads:
             yield "cuda", lambda: {"value_reads": reads_to_json(reads), "not_modelled": []}
+
+
+def _gpu(data: Mapping[str, Any]) -> GPU:
+    """The GPU behind its JSON form: it may be one that no catalogue has."""
+    return GPU(**{**data, "compute_capability": tuple(data["compute_capability"])})
 
 
 @contextmanager

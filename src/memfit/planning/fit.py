@@ -219,10 +219,29 @@ def _result(
         planning_seconds=planning_seconds,
         wall_seconds=wall_seconds,
         value_reads=outcome.plain.value_reads,
-        not_modelled=outcome.plain.not_modelled,
+        not_modelled=(*outcome.plain.not_modelled, *_unknown_workspaces(outcome, oracle)),
         notes=outcome.notes,
         seed=seed,
     )
+
+
+def _unknown_workspaces(outcome: Outcome, oracle: Oracle) -> list[str]:
+    """What the dry run's own allocator cannot show: workspaces that only the real cuDNN knows."""
+    counts = {
+        what: sum(word in op.name for op in outcome.graph.ops)
+        for what, word in (
+            ("convolutions", "convolution"),
+            ("recurrent layers", "cudnn_rnn"),
+            ("attention by cuDNN", "cudnn_attention"),
+        )
+    }
+    if oracle.engine != "dryrun":
+        return []
+    return [
+        f"cuDNN's workspaces ({what}, {count} calls): not counted, so the peak may be higher"
+        for what, count in counts.items()
+        if count
+    ]
 
 
 def _candidate(tried: Try, plain: StepFigures, budget_bytes: int) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -118,7 +118,7 @@ class StepOracle:
         self.engine_reason = reason
         self._runner = runner
         self._folder = folder
-        self._arguments = {"workload": dict(workload), "engine": engine, "gpu_key": gpu.key, "seed": seed}
+        self._arguments = {"workload": dict(workload), "engine": engine, "target": _plain(gpu), "seed": seed}
         self._stack = ExitStack()
         self._session: Remote | None = None
 
@@ -183,6 +183,12 @@ class _Local:
 
     def call(self, method: str, **arguments: Any) -> Any:
         return getattr(self._built, method)(**arguments)
+
+
+def _plain(gpu: GPU) -> dict[str, Any]:
+    """The GPU as JSON."""
+    data = {field.name: getattr(gpu, field.name) for field in fields(gpu)}
+    return {**data, "peak_flops": dict(gpu.peak_flops), "sources": dict(gpu.sources)}
 
 
 def _resolve(target: str) -> Any:
