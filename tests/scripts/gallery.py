@@ -1,4 +1,4 @@
-"""Many ways in which PyTorch allocates, and in which it chooses how: the probe must not change a single event."""
+"""Many ways in which PyTorch allocates, and chooses how: watching must not change a single event."""
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,12 @@ def shared_inputs():
 
 def convolutions():
     net = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(inplace=True), torch.nn.MaxPool2d(2), torch.nn.Flatten(),
-        torch.nn.LazyLinear(10),
-    ).to(device)  # fmt: skip
+        torch.nn.Conv2d(3, 16, 3),
+        torch.nn.BatchNorm2d(16),
+        torch.nn.ReLU(inplace=True),
+        torch.nn.MaxPool2d(2),
+    )
+    net = torch.nn.Sequential(net, torch.nn.Flatten(), torch.nn.LazyLinear(10)).to(device)
     net(torch.randn(4, 3, 32, 32, device=device)).logsumexp(-1).sum().backward()
     finish(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 

@@ -1,4 +1,4 @@
-"""A small training loop with the usual habits: prints, keeps the best checkpoint, watches for NaN. Options make it misbehave."""
+"""A training loop with the usual habits: prints, keeps the best, watches for NaN; options make it fail."""
 
 import argparse
 import os

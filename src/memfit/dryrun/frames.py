@@ -23,6 +23,12 @@ class Place(NamedTuple):
     function: str
 
 
+def is_script_file(name: str) -> bool:
+    """Whether ``name`` is the user's own code: not a library's, nor what torch.compile wrote."""
+    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return is_user_file(name) and not (generated and name.startswith(generated))
+
+
 def current_place() -> Place | None:
     """The innermost frame of the user's code in this thread; in a thread of autograd's, in the main thread.
 
@@ -43,7 +49,7 @@ def place_in_traceback(error: BaseException) -> Place | None:
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if is_user_file(code.co_filename):
+        if is_script_file(code.co_filename):
             found = Place(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     return found
@@ -53,7 +59,7 @@ def _innermost(frame: FrameType | None) -> Place | None:
     library = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if is_user_file(name):
+        if is_script_file(name):
             return Place(name, frame.f_lineno, frame.f_code.co_name)
         if library is None and not _is_machinery(name):
             library = Place(name, frame.f_lineno, frame.f_code.co_name)

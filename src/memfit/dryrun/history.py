@@ -125,13 +125,13 @@ class History:
 class _Block:
     number: int
     size_bytes: int
-    born: int  # allocs before it
+    born: int  # allocs and frees before it
     phase: str
     op: str
     module: str
     where: str
     owner: str | None = None
-    freed: int | None = None  # allocs before its end
+    freed: int | None = None  # allocs and frees up to its end
 
 
 def read_history(
@@ -152,7 +152,7 @@ def read_history(
     reader = _Reader(observed, is_user_file)
     rows = [row for event in events if (row := reader.read(event)) is not None]
     reader.settle_marks(None)
-    backwards = [change.position.allocs for change in observed.phases if change.phase == "backward"]
+    backwards = [sum(change.position) for change in observed.phases if change.phase == "backward"]
     builder = TraceBuilder(meta=meta)
     for action, block, columns in rows:
         if block is None:
@@ -189,8 +189,9 @@ class _Reader:
         self.step_ends: list[int] = []
 
     def read(self, event: Mapping[str, Any]) -> tuple[Action, _Block | None, dict[str, Any]] | None:
-        self.settle_marks(Position(self._allocs, self._frees))
         name = event["action"]
+        if name != "free_completed":  # which follows its free_requested: a mark lies before or after both
+            self.settle_marks(Position(self._allocs, self._frees))
         if name == "free_requested":
             self._frees += 1
         action = _ACTIONS.get(name)
@@ -205,7 +206,7 @@ class _Reader:
         elif action is Action.FREE:
             block = self._live.pop(address, None)
             if block is not None:
-                block.freed = self._allocs
+                block.freed = self._allocs + self._frees
         if block is None:
             columns |= {"size_bytes": int(event["size"])}
         return action, block, columns
@@ -227,7 +228,7 @@ class _Reader:
         block = _Block(
             number=self._count,
             size_bytes=int(event["size"]),
-            born=self._allocs,
+            born=self._allocs + self._frees,
             phase=phase,
             op=op,
             module=module,
@@ -281,5 +282,5 @@ def _category(block: _Block, backwards: Sequence[int]) -> str:
     if not backwards or block.phase == "recompute":
         return "activation"
     following = bisect.bisect_right(backwards, block.born)
-    kept = following < len(backwards) and (block.freed is None or block.freed >= backwards[following])
+    kept = following < len(backwards) and (block.freed is None or block.freed > backwards[following])
     return "activation" if kept else "temporary"

@@ -118,23 +118,26 @@ def run_script(
         output=output,
     )
     command = parse_command(argv)
-    with _folders() as folders:
-        return _Launch(command, gpu, settings, folders).run()
+    with launch_folders() as folders:
+        return Launch(command, gpu, settings, folders).run()
 
 
 @dataclass(frozen=True)
-class _Folders:
+class Folders:
+    """Where a run keeps its files."""
+
     private: Path  # the specification, the result, temporary files of the script
     scratch: Path  # what the script wrote elsewhere; kept if there is anything
 
 
 @contextlib.contextmanager
-def _folders() -> Iterator[_Folders]:
+def launch_folders() -> Iterator[Folders]:
+    """Folders for one run; the private one goes at the end, the scratch folder if the script left nothing."""
     private = Path(tempfile.mkdtemp(prefix="memfit-run-"))
     scratch = Path(tempfile.mkdtemp(prefix="memfit-scratch-"))
     (private / "tmp").mkdir()
     try:
-        yield _Folders(private, scratch)
+        yield Folders(private, scratch)
     finally:
         shutil.rmtree(private, ignore_errors=True)
         if not _has_files(scratch):
@@ -145,10 +148,10 @@ def _has_files(folder: Path) -> bool:
     return any(names for _, _, names in os.walk(folder))
 
 
-class _Launch:
+class Launch:
     """One process, from its start to its result."""
 
-    def __init__(self, command: ScriptCommand, gpu: GPU, settings: RunSettings, folders: _Folders) -> None:
+    def __init__(self, command: ScriptCommand, gpu: GPU, settings: RunSettings, folders: Folders) -> None:
         self._command = command
         self._gpu = gpu
         self._settings = settings
@@ -157,6 +160,7 @@ class _Launch:
         self._run = uuid.uuid4().hex
 
     def run(self) -> DryRunResult:
+        """Start it, wait for it, see to it that nothing of it is left, and read its result."""
         environment = self._environment()
         begun = time.monotonic()
         reading, writing = os.pipe()
@@ -171,8 +175,7 @@ class _Launch:
         return self._read_result(code, time.monotonic() - begun)
 
     def _start(self, environment: Mapping[str, str], control: int) -> subprocess.Popen[bytes]:
-        specification = self._folders.private / "run.json"
-        specification.write_text(json.dumps(self._specification(control)), encoding="utf-8")
+        specification = self._write_specification(control)
         output = None if self._settings.output == "stdout" else _standard_error()
         try:
             return subprocess.Popen(
@@ -184,6 +187,11 @@ class _Launch:
             )
         finally:
             os.close(control)
+
+    def _write_specification(self, control: int) -> Path:
+        path = self._folders.private / "run.json"
+        path.write_text(json.dumps(self._specification(control)), encoding="utf-8")
+        return path
 
     def _wait(self, process: subprocess.Popen[bytes], control: int) -> int:
         """Wait for the end; an interruption or the time limit asks the process to end with what it knows."""

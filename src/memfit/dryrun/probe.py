@@ -19,7 +19,6 @@ from memfit.dryrun.history import History, Observations, PhaseChange, Position, 
 from memfit.dryrun.interception import intercept
 from memfit.dryrun.labels import Labels, op_name
 from memfit.dryrun.owners import Owners
-from memfit.dryrun.places import is_user_file
 from memfit.dryrun.recording import MOST_EVENTS, Recording
 from memfit.dryrun.result import OutOfMemory, ValueRead
 from memfit.dryrun.shadow import device_tensors
@@ -130,7 +129,7 @@ class Probe:
         observed = Observations(
             start=start, marks=self.owners.marks, phases=self._phases, step_ends=self._step_ends
         )
-        return read_history(events, observed, is_user_file=is_user_file, meta=meta)
+        return read_history(events, observed, is_user_file=frames.is_script_file, meta=meta)
 
     def value_reads(self) -> tuple[ValueRead, ...]:
         """The places where the script read what is not known."""

@@ -116,5 +116,8 @@ class Recording:
         if not self._is_ours():
             return snapshot
         begin, end, most = self._window or (0, 0, 0)
-        traces = [trace[begin:end][-most:] if most else [] for trace in snapshot["device_traces"]]
+        traces = [
+            [event for event in trace[begin:end] if event["action"] != "snapshot"][-most:] if most else []
+            for trace in snapshot["device_traces"]
+        ]
         return {**snapshot, "device_traces": traces}
