@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,6 +225,13 @@ def test_torch_free_modules_reach_no_torch_through_others(module: Module) -> Non
         assert not loads, (
             f"importing {module.name} imports {name}, which imports torch at line {loads[0].line}"
         )
+
+
+@each_module
+def test_core_needs_numpy_and_nothing_else(module: Module) -> None:
+    if module.part == "core":
+        used = {used.module.split(".")[0] for used in module.imports}
+        assert used <= {*sys.stdlib_module_names, "numpy", "memfit"}
 
 
 def test_child_modules_exist() -> None:
