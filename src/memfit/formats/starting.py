@@ -1,8 +1,9 @@
 """The state before a history, found by going through it backwards from the state at its end.
 
-Every event is undone: what was allocated becomes free, what was freed is in use again. The rest of a block
-that PyTorch did not split off is known from the gap behind it: in the pool of large blocks no free piece is
-1 MiB or smaller, so a gap of that size belongs to the block before it.
+Every event is undone: what was allocated becomes free, what was freed is in use again. A history tells what
+was asked for, and a large block may have kept a rest of up to 1 MiB that PyTorch did not split off. Two things
+tell of it: in the pool of large blocks no free piece is that small, so a gap of that size belongs to the block
+before it; and what is first allocated behind a block, while it lives, begins where it ends.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class _Active:
     requested: int
     state: BlockState
     where: str
+    freed: int = 0  # the step that freed it, where its size is not known
 
 
 class Held:
@@ -60,15 +62,34 @@ class Held:
 
 def starting_state(segments: Sequence[Segment], steps: Sequence[Step]) -> Start:
     """The state from which ``steps`` led to ``segments``."""
-    undo = _Undo(segments)
-    for step in reversed(steps):
-        undo.undo(step)
+    undo = _Undo(segments, _Allocations(steps))
+    for index in range(len(steps) - 1, -1, -1):
+        undo.undo(index, steps[index])
     return Start(undo.snapshot(), undo.contradictions)
 
 
+class _Allocations:
+    """Where and when a history allocates, by address."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        found = sorted(
+            (step.address, index) for index, step in enumerate(steps) if step.action is Action.ALLOC
+        )
+        self._addresses = [address for address, _ in found]
+        self._indices = [index for _, index in found]
+
+    def first_behind(self, begin: int, end: int, before: int) -> int | None:
+        """The lowest address from ``begin`` to below ``end`` that is allocated before step ``before``."""
+        for place in range(bisect_left(self._addresses, begin), bisect_left(self._addresses, end)):
+            if self._indices[place] < before:
+                return self._addresses[place]
+        return None
+
+
 class _Undo:
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], allocations: _Allocations) -> None:
         self.contradictions = 0
+        self._allocations = allocations
         self._ranges = {
             segment.address: _Range(segment.size_bytes, segment.stream, segment.pool, segment.expandable)
             for segment in segments
@@ -80,13 +101,14 @@ class _Undo:
             if block.active
         }
 
-    def undo(self, step: Step) -> None:
+    def undo(self, index: int, step: Step) -> None:
+        """Go back over one step."""
         action, address = step.action, step.address
         if action is Action.ALLOC:
             self._expect(self._active.pop(address, None) is not None)
         elif action is Action.FREE:
             self._expect(address not in self._active)
-            self._active[address] = _Active(0, step.size_bytes, "allocated", "")
+            self._active[address] = _Active(0, step.size_bytes, "allocated", "", index)
         elif action is None:
             block = self._active.get(address)
             self._expect(block is not None)
@@ -175,8 +197,8 @@ class _Undo:
             if address > at:
                 blocks.append(_free(at, address - at))
             following = inside[place + 1] if place + 1 < len(inside) else end
-            size = self._size(self._active[address], following - address, found)
             active = self._active[address]
+            size = self._size(active, address, following, found)
             blocks.append(
                 SnapshotBlock(
                     address=address,
@@ -191,12 +213,19 @@ class _Undo:
             blocks.append(_free(at, end - at))
         return blocks
 
-    def _size(self, active: _Active, room: int, found: _Range) -> int:
+    def _size(self, active: _Active, address: int, following: int, found: _Range) -> int:
+        """The size of a block, with the rest that was not split off it."""
+        room = following - address
         if active.size:
             return min(active.size, room)
         size = min(max(-(-active.requested // BLOCK_BYTES), 1) * BLOCK_BYTES, room)
-        unsplit = found.pool == "large" and not found.expandable and room - size <= LARGEST_UNSPLIT_REST_BYTES
-        return room if unsplit else size
+        if found.pool == "small" or found.expandable:
+            return size
+        if room - size <= LARGEST_UNSPLIT_REST_BYTES:
+            return room
+        end = address + size
+        behind = self._allocations.first_behind(end, end + LARGEST_UNSPLIT_REST_BYTES + 1, active.freed)
+        return size if behind is None else behind - address
 
 
 def _free(address: int, size: int) -> SnapshotBlock:
