@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memfit.allocators.lab import Replay, replay
     from memfit.capture import capture_step
     from memfit.capture.graph import StepGraph
     from memfit.core.devices import GPU, find_gpu
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
         UsageError,
         WorkloadFailed,
     )
+    from memfit.core.recording import Recording
     from memfit.core.timeline import Timeline
     from memfit.core.trace import Trace, TraceBuilder
     from memfit.core.units import format_bytes, parse_bytes
     from memfit.core.workload import Workload
     from memfit.dryrun import DryRunResult
+    from memfit.formats import read_trace
     from memfit.planning import FitResult, Plan, plan
     from memfit.techniques import (
         ChunkedCrossEntropy,
@@ -49,6 +52,8 @@ __all__ = [
     "MicroBatching",
     "OptimizerImplementation",
     "Plan",
+    "Recording",
+    "Replay",
     "StepGraph",
     "Timeline",
     "ToolFailure",
@@ -62,10 +67,13 @@ __all__ = [
     "format_bytes",
     "parse_bytes",
     "plan",
+    "read_trace",
+    "replay",
     "undo",
 ]
 
 _HOME = {
+    "memfit.allocators.lab": ("Replay", "replay"),
     "memfit.capture": ("capture_step",),
     "memfit.capture.graph": ("StepGraph",),
     "memfit.core.devices": ("GPU", "find_gpu"),
@@ -77,11 +85,13 @@ _HOME = {
         "UsageError",
         "WorkloadFailed",
     ),
+    "memfit.core.recording": ("Recording",),
     "memfit.core.timeline": ("Timeline",),
     "memfit.core.trace": ("Trace", "TraceBuilder"),
     "memfit.core.units": ("format_bytes", "parse_bytes"),
     "memfit.core.workload": ("Workload",),
     "memfit.dryrun": ("DryRunResult",),
+    "memfit.formats": ("read_trace",),
     "memfit.planning": ("FitResult", "Plan", "plan"),
     "memfit.techniques": (
         "ChunkedCrossEntropy",

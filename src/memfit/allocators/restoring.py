@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from memfit.allocators.caching import CachingAllocator
@@ -12,12 +13,34 @@ from memfit.allocators.chunks import (
     FREE,
     UNMAPPED,
     Chunk,
+    Device,
     FreeList,
     Region,
 )
 from memfit.allocators.settings import SMALL_LIMIT_BYTES, SMALL_SEGMENT_BYTES
 from memfit.core.errors import UsageError
 from memfit.core.snapshot import Segment, Snapshot
+
+
+class RecordedDevice(Device):
+    """A device that gives new segments the addresses that were recorded, for each size in order.
+
+    Where free blocks of one size are told apart by address (torch before 2.14), this decides.
+    """
+
+    def __init__(self, total_bytes: int, segments: Iterable[tuple[int, int]]) -> None:
+        super().__init__(total_bytes)
+        self._recorded: dict[int, deque[int]] = {}
+        for size, address in segments:
+            self._recorded.setdefault(size, deque()).append(address)
+
+    def new_region(self, size: int, *, page_bytes: int = 0) -> Region:
+        """A range of addresses: the next recorded one of this size, or else above all others."""
+        region = super().new_region(size, page_bytes=page_bytes)
+        recorded = self._recorded.get(size)
+        if recorded and not page_bytes:
+            region.address = recorded.popleft()
+        return region
 
 
 def restore(allocator: CachingAllocator, snapshot: Snapshot) -> dict[int, Chunk]:

@@ -32,6 +32,10 @@ COMMANDS: Mapping[str, Command] = {
         "Run a training script, unmodified, on a made-up GPU and account for its memory.",
         passes_arguments=True,
     ),
+    "replay": Command(
+        "memfit.cli.replay:replay",
+        "Replay a snapshot, profiler trace or log through PyTorch's allocator, and find the best setting.",
+    ),
     "gpus": Command("memfit.cli.gpus:gpus", "List the GPUs that memfit knows by name."),
     "doctor": Command("memfit.cli.doctor:doctor", "Say what this machine can do, and how to get the rest."),
 }

@@ -10,6 +10,7 @@ _NOT_THE_USERS = (
     "/dist-packages/",
     "\\site-packages\\",
     "<frozen ",
+    "/memfit/dryrun/",
     "/torch/",
     "\\torch\\",
 )

@@ -1,9 +1,9 @@
 """The state before a history, found by going through it backwards from the state at its end.
 
 Every event is undone: what was allocated becomes free, what was freed is in use again. A history tells what
-was asked for, and a large block may have kept a rest of up to 1 MiB that PyTorch did not split off. Two things
-tell of it: in the pool of large blocks no free piece is that small, so a gap of that size belongs to the block
-before it; and what is first allocated behind a block, while it lives, begins where it ends.
+was asked for, and a large block may have kept a rest of up to 1 MiB that PyTorch did not split off. Two
+things tell of it: in the pool of large blocks no free piece is that small, so a gap of that size belongs to
+the block before it; and what is first allocated behind a block, while it lives, begins where it ends.
 """
 
 from __future__ import annotations

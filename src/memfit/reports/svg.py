@@ -64,15 +64,20 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def timeline(series: StepSeries, *, top_bytes: int, budget_bytes: int, label: str, identifier: str) -> Markup:
+def timeline(
+    series: StepSeries, *, top_bytes: int, budget_bytes: int | None, label: str, identifier: str,
+    limit_name: str = "budget", x_title: str = "allocation events of the last step, in order",
+) -> Markup:  # fmt: skip
     """One step's memory by category, stacked, with its phases, its peak and the budget.
 
     Args:
         series: what to draw.
         top_bytes: the top of the scale, the same for charts that are compared.
-        budget_bytes: where the budget's line lies.
+        budget_bytes: where the limit's line lies; ``None`` draws none.
         label: what a screen reader says.
         identifier: the element's id, by which the page's script finds it.
+        limit_name: what the limit is called.
+        x_title: what the horizontal axis counts.
     """
     frame = Frame(x_high=float(max(series.event_count, 1)), y_high=top_bytes / GIB)
     areas = tag("g", _areas(series, frame), class_="areas", clip_path=f"url(#{identifier}-clip)")
@@ -84,9 +89,8 @@ def timeline(series: StepSeries, *, top_bytes: int, budget_bytes: int, label: st
     clip = tag("clipPath", clip_box, id=f"{identifier}-clip")
     over = tag("g", reserved, _peak(series, frame), class_="over", clip_path=f"url(#{identifier}-clip)")
     return frame.tag(
-        clip, _grid(frame, "GiB"), areas, over, _phases(series, frame), _level(frame, budget_bytes),
-        _x_ticks(frame), cursor,
-        _x_title(frame, "allocation events of the last step, in order"),
+        clip, _grid(frame, "GiB"), areas, over, _phases(series, frame),
+        _level(frame, budget_bytes, limit_name), _x_ticks(frame), cursor, _x_title(frame, x_title),
         label=label, id=identifier, class_="chart timeline", tabindex="0",
     )  # fmt: skip
 
@@ -154,7 +158,9 @@ def _phases(series: StepSeries, frame: Frame) -> Markup:
     return tag("g", marks, class_="phases")
 
 
-def _level(frame: Frame, budget_bytes: int) -> Markup | None:
+def _level(frame: Frame, budget_bytes: int | None, name: str) -> Markup | None:
+    if budget_bytes is None:
+        return None
     height = budget_bytes / GIB
     if height > frame.y_high:
         return None
@@ -162,7 +168,7 @@ def _level(frame: Frame, budget_bytes: int) -> Markup | None:
     line = tag("line", x1=frame.left, x2=frame.width - frame.right, y1=f"{y:.1f}", y2=f"{y:.1f}")
     text = tag(
         "text",
-        f"budget {format_bytes(budget_bytes)}",
+        f"{name} {format_bytes(budget_bytes)}",
         x=frame.width - frame.right - 4,
         y=f"{y - 5:.1f}",
         text_anchor="end",
