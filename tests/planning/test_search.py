@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from imitation import MIB, Imitation, gpu, step
 
-from memfit.planning.bench import Final
+from memfit.capture.graph import StepGraph
+from memfit.core.errors import WorkloadFailed
+from memfit.planning.bench import Final, Peaks
 from memfit.planning.search import Outcome, Search
 
 BLOCKS = 5
@@ -105,3 +109,27 @@ def test_a_model_without_blocks_is_measured_and_refused() -> None:
     outcome = run(MIB, oracle)
     assert outcome.chosen is None
     assert outcome.least is not None
+
+
+def test_a_model_that_cannot_be_recomputed_is_a_note_and_not_an_error() -> None:
+    """A forward that changes between runs makes checkpointing fail, in the quick runs and in the captures."""
+
+    class Stubborn(Imitation):
+        def graph(self, techniques: Sequence[Mapping[str, Any]]) -> StepGraph:
+            if techniques:
+                raise WorkloadFailed("CheckpointError: 3 tensors were saved, 2 recomputed")
+            return super().graph(techniques)
+
+        def evaluate(self, techniques: Sequence[Mapping[str, Any]]) -> Peaks:
+            if techniques:
+                return Peaks(
+                    requested_bytes=0, allocated_bytes=0, reserved_bytes=0, failure="CheckpointError"
+                )
+            return super().evaluate(techniques)
+
+    outcome = run(int(step(BLOCKS, {}).peak_bytes * 0.8), Stubborn(blocks=BLOCKS))
+    assert outcome.chosen is None
+    assert outcome.least is not None
+    assert outcome.least.techniques == ()
+    assert outcome.notes
+    assert all("gradient_checkpointing cannot be used on this model" in note for note in outcome.notes)

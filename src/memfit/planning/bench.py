@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from memfit.capture.costs import op_seconds
 from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
+from memfit.core.errors import WorkloadFailed
 from memfit.core.exactness import Exactness
 from memfit.planning.figures import Candidate, Settings, StepFigures
 from memfit.planning.schedules import Lever, Saves, checkpointing
@@ -174,11 +175,19 @@ class Bench:
         return known
 
     def finish(self, tried: Try) -> Try:
-        """The same plan measured in a process of its own."""
+        """The same plan measured in a process of its own; where it fails there, the peaks say so.
+
+        What the plain step raises comes through.
+        """
         known = self.tries[tried.key]
-        if known.final is None:
+        if known.final is None and known.peaks.failure is None:
             self.evaluations += 1
             trace = f"plan-{self.evaluations}" if known.techniques else "plain"
-            known = replace(known, final=self.oracle.final(known.techniques, trace=trace))
+            try:
+                known = replace(known, final=self.oracle.final(known.techniques, trace=trace))
+            except WorkloadFailed as failure:
+                if not known.techniques:
+                    raise
+                known = replace(known, peaks=replace(known.peaks, failure=str(failure)))
             self.tries[known.key] = known
         return known

@@ -34,7 +34,8 @@ from scipy.sparse import coo_array
 from memfit.capture.graph import Op, StepGraph
 
 MOMENTS = 6
-TIME_LIMIT_SECONDS = 3.0
+MOST_NODES = 100
+TIME_LIMIT_SECONDS = 20.0
 _SLACK = 1e-6
 """The solver's own tolerance, given back so that rounding can never lift the bound over the truth."""
 
@@ -145,7 +146,7 @@ class _Program:
             constraints=self._constraint(room),
             integrality=np.full(width, int(integral)),
             bounds=Bounds(low, 1.0),
-            options={"mip_rel_gap": 0.005, "time_limit": time_limit_seconds},
+            options={"mip_rel_gap": 0.005, "node_limit": MOST_NODES, "time_limit": time_limit_seconds},
         )
         if result.status == 2:
             return Bound(cost=float("inf"), feasible=False)

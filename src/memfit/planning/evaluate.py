@@ -1,9 +1,8 @@
-"""Tries plans on the made-up GPU or the imitated one: many in one process, or one in a process of its own.
+"""Tries plans on the made-up GPU or the imitated one: many from one process, or one in a process of its own.
 Child side.
 
-In one process each plan meets the allocator as a fresh process would: the optimizer's state is dropped,
-cached memory is given back, and the steps run from the first one on. What the process keeps between plans are
-the model's parameters.
+The session's process builds the workload and runs nothing; each plan runs in a fork of it. So it meets the
+allocator as in a process of its own, and what it reserves is what it would reserve there.
 """
 
 from __future__ import annotations
@@ -19,21 +18,18 @@ import torch
 from memfit.capture.measure import measure_step
 from memfit.capture.step import TrainingStep, build_step
 from memfit.capture.tracker import StepTracker
-from memfit.capture.true_values import reads_to_json, true_values
+from memfit.capture.true_values import on_made_up_gpu, reads_to_json, true_values
 from memfit.capture.workloads import from_reference
 from memfit.core.devices import GPU
 from memfit.core.errors import MemfitError, UsageError
 from memfit.planning.figures import Settings
+from memfit.planning.fork import in_fork
 from memfit.planning.plan import apply_settings, micro_batch_count, sample_count
 from memfit.techniques import TECHNIQUES, Technique, undo
 from memfit.techniques.blocks import block_names
 
 STEPS = 3
-QUICK_STEPS = 1
-"""Steps before the one that is measured: the optimizer makes its state in the first."""
 _COUNTERS = ("requested", "allocated", "reserved")
-
-
 ROOMY_BYTES = 4 << 40
 """Memory of the device that plans are tried on: steps that do not fit the real one are measured as well."""
 
@@ -51,11 +47,14 @@ class Session:
     def __init__(
         self, workload: Mapping[str, Any], engine: str, target: Mapping[str, Any], seed: int = 0
     ) -> None:
+        torch.set_num_threads(1)  # a pool of threads would not survive the forks
         self._open = ExitStack()  # until the process ends, or `close`
         device, _ = self._open.enter_context(device_of(engine, target))
         self._step = build_step(from_reference(workload), device=device, seed=seed)
-        for _ in range(QUICK_STEPS + 1):
-            self._step.run()
+        if on_made_up_gpu():
+            torch.cuda._is_in_bad_fork = lambda: False  # it is a good one: see `memfit.planning.fork`
+        gc.collect()
+        gc.freeze()
 
     def close(self) -> None:
         """Takes back what the engine changed in this process."""
@@ -67,29 +66,42 @@ class Session:
 
     def graph(self, techniques: Sequence[Settings]) -> dict[str, Any]:
         """The captured step with ``techniques`` applied, as `StepGraph` JSON."""
-        with applied(self._step, techniques):
-            self._step.run()
-            return StepTracker(self._step).run().to_json()
+        return dict(in_fork(lambda: self._captured(techniques)))
 
     def evaluate(self, techniques: Sequence[Settings]) -> dict[str, Any]:
-        """The JSON form of `memfit.planning.bench.Peaks`: those of the last of a few steps."""
+        """The JSON form of `memfit.planning.bench.Peaks`, of the step after the optimizer's state is there.
+
+        The plain step has run before, so whatever is raised here is the plan's doing: a reason not to take
+        it.
+        """
         try:
-            with applied(self._step, techniques):
-                return self._peaks()
-        except (MemfitError, torch.OutOfMemoryError) as error:
-            self._step.optimizer.zero_grad(set_to_none=True)
+            return dict(in_fork(lambda: self._peaks(techniques)))
+        except MemfitError as error:
             return {**{f"{name}_bytes": 0 for name in _COUNTERS}, "failure": str(error)}
 
-    def _peaks(self) -> dict[str, int]:
-        self._step.optimizer.state.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
-        for _ in range(QUICK_STEPS):
+    def _captured(self, techniques: Sequence[Settings]) -> dict[str, Any]:
+        with self._started(techniques):
+            return StepTracker(self._step).run().to_json()
+
+    def _peaks(self, techniques: Sequence[Settings]) -> dict[str, int]:
+        with self._started(techniques):
+            torch.cuda.reset_peak_memory_stats()
             self._step.run()
-        torch.cuda.reset_peak_memory_stats()
-        self._step.run()
-        statistics = torch.cuda.memory_stats()
+            statistics = torch.cuda.memory_stats()
         return {f"{name}_bytes": int(statistics[f"{name}_bytes.all.peak"]) for name in _COUNTERS}
+
+    @contextmanager
+    def _started(self, techniques: Sequence[Settings]) -> Iterator[None]:
+        """The step with a plan applied, after its first run; as new again where this process goes on."""
+        with applied(self._step, techniques):
+            try:
+                if self._step.steps_done:  # no fork: another plan ran here before
+                    self._step.optimizer.state.clear()
+                    torch.cuda.empty_cache()
+                self._step.run()
+                yield
+            finally:
+                self._step.optimizer.zero_grad(set_to_none=True)
 
 
 def final(
@@ -159,12 +171,23 @@ def applied(step: TrainingStep, techniques: Sequence[Settings]) -> Iterator[None
 def model_facts(step: TrainingStep) -> dict[str, Any]:
     """The JSON form of `memfit.planning.bench.ModelFacts`: techniques are tried on for fit."""
     return {
-        "blocks": list(block_names(step.model)),
+        "blocks": list(block_names(step.model) or _large_parts(step.model)),
         "samples": sample_count(step.batch),
         "chunked_loss": _grade(step, {"technique": "chunked_cross_entropy"}),
         "micro_batching": _grade(step, {"technique": "micro_batching"}),
         "implementations": _implementations(step),
     }
+
+
+def _large_parts(model: torch.nn.Module) -> list[str]:
+    """Where a model repeats nothing: its direct parts that are built of modules and called as a whole."""
+    return [
+        name
+        for name, part in model.named_children()
+        if type(part).forward is not torch.nn.Module.forward
+        and any(True for _ in part.children())
+        and any(True for _ in part.parameters())
+    ]
 
 
 def _grade(step: TrainingStep, settings: Settings) -> str | None:

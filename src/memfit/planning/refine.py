@@ -133,13 +133,28 @@ class Refiner:
                         moves.append((-gain, position, number))
         return [(position, number) for _, position, number in sorted(moves)]
 
+    def sweep(self, points: int) -> list[Try]:
+        """Plans for budgets spread evenly between the leanest sum and the plain one: they draw the front."""
+        problem = self.case.problem
+        high = problem.peak_bytes([0] * len(problem.blocks))
+        low = problem.peak_bytes(self._leanest())
+        tried = []
+        for point in range(1, points + 1):
+            solution = solve(problem, low + (high - low) * point // (points + 1))
+            if solution is not None:
+                tried.append(self._try(solution.choice))
+        return tried
+
     def least(self) -> Try:
         """The plan that keeps as little as the options allow."""
+        return self._try(self._leanest())
+
+    def _leanest(self) -> list[int]:
         choice = []
         for options in self.case.problem.option_table():
             kept = [option.saved_bytes for option in options]
             choice.append(kept.index(min(kept)))
-        return self._try(choice)
+        return choice
 
 
 def _inside_a_run(positions: Sequence[int], place: int, choice: Sequence[int]) -> bool:

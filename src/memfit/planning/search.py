@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 
 from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
+from memfit.core.errors import UsageError, WorkloadFailed
 from memfit.core.exactness import Exactness
 from memfit.planning.bench import Bench, Final, ModelFacts, Oracle, Try
-from memfit.planning.figures import StepFigures
+from memfit.planning.figures import Settings, StepFigures
 from memfit.planning.layout import Layout, ordered_blocks
 from memfit.planning.problem import Option
 from memfit.planning.problems import (
@@ -41,8 +42,10 @@ Progress = Callable[[str, int, int], None]
 OPTIONS_PER_BLOCK = 12
 MOST_MIXES = 10
 LOCAL_STEPS = 10
+FRONT_POINTS = 4
+"""Plans for other budgets that are run for the picture of the time-memory front."""
 FINALISTS = 12
-OPTIMISM = 0.002
+OPTIMISM = 0.0
 """A fresh process may reserve this much less than the quick measurement says, so such plans are tried as
 well."""
 
@@ -115,18 +118,24 @@ class Search:
 
     def _choose(self, bench: Bench) -> Try | None:
         """The fastest plan that fits, by processes of their own; quick peaks only say which to ask first."""
-        asked = 0
         hopeful = self.budget_bytes * (1 + OPTIMISM)
-        for tried in sorted(bench.tries.values(), key=_by_seconds):
-            if tried.peaks.failure is not None or tried.peaks.reserved_bytes > hopeful:
-                continue
+        untried = [t for t in bench.tries.values() if t.peaks.failure is None and t.final is None]
+        possible = [t for t in bench.tries.values() if t.final is not None and self._holds(t)]
+        best = min(possible, key=_by_seconds, default=None)
+        hopefuls = sorted((t for t in untried if t.peaks.reserved_bytes <= hopeful), key=_by_seconds)
+        for asked, tried in enumerate(hopefuls[:FINALISTS]):
+            if best is not None and _by_seconds(best) < _by_seconds(tried):
+                break
             self.progress("finalists", asked, FINALISTS)
             final = bench.finish(tried)
-            asked += 1
-            if final.final is not None and final.final.figures.peak_reserved_bytes <= self.budget_bytes:
-                self.progress("finalists", FINALISTS, FINALISTS)
-                return final
-        return None
+            if self._holds(final):
+                best = final
+                break
+        self.progress("finalists", FINALISTS, FINALISTS)
+        return best
+
+    def _holds(self, tried: Try) -> bool:
+        return tried.final is not None and _reserved(tried) <= self.budget_bytes
 
     @staticmethod
     def _surprise(bench: Bench) -> int:
@@ -141,7 +150,7 @@ class Search:
         possible = [t for t in bench.tries.values() if t.peaks.failure is None]
         nearest = sorted(possible, key=lambda t: (t.peaks.reserved_bytes, t.key))[:3]
         finals = [bench.finish(t) for t in nearest]
-        return min(finals, key=_reserved, default=None)
+        return min((t for t in finals if t.final is not None), key=_reserved, default=None)
 
     def _best_named(self, bench: Bench, chosen: Try | None) -> Try | None:
         """The fastest named schedule that fits in a process of its own."""
@@ -150,7 +159,7 @@ class Search:
         hopeful = self.budget_bytes * (1 + OPTIMISM)
         named = [t for t in bench.tries.values() if t.named and t.peaks.failure is None]
         for tried in sorted(named, key=_by_seconds):
-            if tried.peaks.reserved_bytes <= hopeful and _reserved(bench.finish(tried)) <= self.budget_bytes:
+            if tried.peaks.reserved_bytes <= hopeful and self._holds(bench.finish(tried)):
                 return bench.finish(tried)
         return None
 
@@ -182,12 +191,13 @@ class _Session:
         best, done = float("inf"), 0
         found = self._levers()
         for _, group in itertools.groupby(found, key=lambda lever: lever.micro_batches):
-            cases = [self._expected(self._case(row, options, lever)) for lever in group]
+            made = [self._case(row, options, lever) for lever in group]
+            cases = [self._expected(case) for case in made if case is not None]
             for case in sorted(cases, key=lambda c: c.expected_seconds):
                 self.search.progress("plans", done, len(found))
                 done += 1
                 best = min(best, self._explore_lever(row, case, best))
-            if best <= min(case.base_seconds for case in cases):
+            if best <= min((case.base_seconds for case in cases), default=0.0):
                 break
         self.search.progress("plans", len(found), len(found))
 
@@ -198,8 +208,19 @@ class _Session:
         captured = []
         for number, schedule in enumerate(schedules):
             self.search.progress("options", number, len(schedules))
-            captured.append((schedule, self.search.oracle.graph(self.bench.techniques(NO_LEVER, schedule))))
+            graph = self._graph(self.bench.techniques(NO_LEVER, schedule))
+            if graph is not None:
+                captured.append((schedule, graph))
         return measured_options(row, captured, self.bench.seconds)
+
+    def _graph(self, techniques: Sequence[Settings]) -> StepGraph | None:
+        """The captured step with techniques; None, and a note, where the model cannot run with them."""
+        try:
+            return self.search.oracle.graph(techniques)
+        except (WorkloadFailed, UsageError) as failure:
+            names = ", ".join(dict.fromkeys(str(settings["technique"]) for settings in techniques))
+            self.search.notes.append(f"{names} cannot be used on this model: {failure}")
+            return None
 
     def _levers(self) -> tuple[Lever, ...]:
         return levers(
@@ -210,8 +231,12 @@ class _Session:
             implementations=self.facts.implementations,
         )
 
-    def _case(self, row: Row, options: Sequence[dict[tuple[str, ...], Option]], lever: Lever) -> LeverProblem:
-        graph = self.graph if lever.is_none else self.search.oracle.graph(lever.settings)
+    def _case(
+        self, row: Row, options: Sequence[dict[tuple[str, ...], Option]], lever: Lever
+    ) -> LeverProblem | None:
+        graph = self.graph if lever.is_none else self._graph(lever.settings)
+        if graph is None:
+            return None
         layout = Layout(graph=graph, blocks=row.blocks, passes=lever.micro_batches)
         return LeverProblem(
             lever=lever,
@@ -249,6 +274,8 @@ class _Session:
                 tried += refiner.tighten(self.budget_bytes - case.overhead_bytes)
             if not any(map(self._fits, tried)) and best == float("inf"):
                 tried.append(refiner.least())
+            if case.lever.is_none:
+                refiner.sweep(FRONT_POINTS)
             fastest = min(filter(self._fits, tried), key=_by_seconds, default=None)
             if fastest is not None and fastest.seconds < best:
                 tried += refiner.improve(fastest, LOCAL_STEPS)

@@ -20,7 +20,9 @@ from scipy.sparse import coo_array
 from memfit.planning.problem import Option, Problem, pareto_options
 
 RELATIVE_GAP = 0.005
-TIME_LIMIT_SECONDS = 5.0
+MOST_NODES = 5000
+"""The program stops at a number of nodes rather than at a time, so that a slow machine gets the same plan."""
+TIME_LIMIT_SECONDS = 60.0
 GROUPS_PER_CLASS = 24
 """Longer chains are chosen in groups of neighbours: a group of size s takes s options in any mix."""
 MOST_OPTIONS = 14
@@ -78,7 +80,7 @@ def solve(
         constraints=rows.constraint(_width(groups)),
         integrality=np.ones(_width(groups)),
         bounds=Bounds(0, np.repeat([len(g.positions) for g in groups], [len(g.options) for g in groups])),
-        options={"mip_rel_gap": RELATIVE_GAP, "time_limit": time_limit_seconds},
+        options={"mip_rel_gap": RELATIVE_GAP, "node_limit": MOST_NODES, "time_limit": time_limit_seconds},
     )
     if result.x is None:
         return None
