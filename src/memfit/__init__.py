@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memfit.allocators import BaseAllocator
     from memfit.allocators.lab import Replay, replay
     from memfit.capture import capture_step
     from memfit.capture.graph import StepGraph
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
     from memfit.core.trace import Trace, TraceBuilder
     from memfit.core.units import format_bytes, parse_bytes
     from memfit.core.workload import Workload
-    from memfit.dryrun import DryRunResult
+    from memfit.dryrun import DryRunResult, dry_run
     from memfit.formats import read_trace
+    from memfit.manager import GPUMemoryManager
     from memfit.planning import FitResult, Plan, plan
+    from memfit.pools import DynamicAllocation, IdleCacheRelease, MemoryAllocator, MemoryPool, collect
     from memfit.techniques import (
         ChunkedCrossEntropy,
         GradientCheckpointing,
@@ -42,13 +45,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GPU",
+    "BaseAllocator",
     "CannotRunHere",
     "ChunkedCrossEntropy",
     "DryRunResult",
+    "DynamicAllocation",
     "FitResult",
+    "GPUMemoryManager",
     "GradientCheckpointing",
+    "IdleCacheRelease",
     "InputError",
     "MemfitError",
+    "MemoryAllocator",
+    "MemoryPool",
     "MicroBatching",
     "OptimizerImplementation",
     "Plan",
@@ -63,6 +72,8 @@ __all__ = [
     "Workload",
     "WorkloadFailed",
     "capture_step",
+    "collect",
+    "dry_run",
     "find_gpu",
     "format_bytes",
     "parse_bytes",
@@ -73,6 +84,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "memfit.allocators": ("BaseAllocator",),
     "memfit.allocators.lab": ("Replay", "replay"),
     "memfit.capture": ("capture_step",),
     "memfit.capture.graph": ("StepGraph",),
@@ -90,9 +102,11 @@ _HOME = {
     "memfit.core.trace": ("Trace", "TraceBuilder"),
     "memfit.core.units": ("format_bytes", "parse_bytes"),
     "memfit.core.workload": ("Workload",),
-    "memfit.dryrun": ("DryRunResult",),
+    "memfit.dryrun": ("DryRunResult", "dry_run"),
     "memfit.formats": ("read_trace",),
+    "memfit.manager": ("GPUMemoryManager",),
     "memfit.planning": ("FitResult", "Plan", "plan"),
+    "memfit.pools": ("DynamicAllocation", "IdleCacheRelease", "MemoryAllocator", "MemoryPool", "collect"),
     "memfit.techniques": (
         "ChunkedCrossEntropy",
         "GradientCheckpointing",

@@ -1,5 +1,6 @@
 """Saves in the ways that people do, into folders that hold old checkpoints, and reads back what it saved."""
 
+import ctypes
 import os
 import pathlib
 import shutil
@@ -53,8 +54,24 @@ def logs_and_arrays():
     shutil.copy("log.txt", "copy.txt")
 
 
+def written_by_libraries():
+    """C, C++ and Rust open files without asking Python."""
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    for path in (b"from-c.txt", b"log.txt"):
+        file = libc.fopen(path, b"a")
+        assert file
+        libc.fputs(b"from C\n", ctypes.c_void_p(file))
+        libc.fclose(ctypes.c_void_p(file))
+    assert pathlib.Path("from-c.txt").read_text() == "from C\n"
+    assert pathlib.Path("log.txt").read_text() == "old line\nnew line\nfrom C\n"
+    torch.jit.script(torch.nn.Linear(2, 2)).save("scripted.pt")
+    assert torch.jit.load("scripted.pt")(torch.ones(1, 2)).shape == (1, 2)
+
+
 best_every_step()
 written_aside_then_renamed()
 rotated()
 logs_and_arrays()
+written_by_libraries()
 print("saved")

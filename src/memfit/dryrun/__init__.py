@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from memfit.dryrun.launcher import run_script
 from memfit.dryrun.result import DryRunResult, OutOfMemory, ScriptError, ValueRead
+from memfit.dryrun.run import dry_run
 
-__all__ = ["DryRunResult", "OutOfMemory", "ScriptError", "ValueRead", "run_script"]
+__all__ = ["DryRunResult", "OutOfMemory", "ScriptError", "ValueRead", "dry_run", "run_script"]

@@ -170,6 +170,15 @@ class DryRunResult:
         except TypeError as error:
             raise InputError(f"not a whole dry-run result: {error}") from error
 
+    @classmethod
+    def from_measure(cls, figures: Mapping[str, Any]) -> DryRunResult:
+        """The result of a workload's step, from the figures that the part which measures steps gives."""
+        ending = "steps" if figures["oom"] is None else "out_of_memory"
+        events = figures.get("event_count", 0)
+        return cls.from_json(
+            {**figures, "schema_version": SCHEMA_VERSION, "ended": ending, "event_count": events}
+        )
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):

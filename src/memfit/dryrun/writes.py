@@ -10,6 +10,7 @@ so that children of the script (which need no torch) can have the guard too.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import functools
 import io
 import os
@@ -52,20 +53,43 @@ class WriteSettings:
 def guard_writes(settings: WriteSettings) -> None:
     """Guard this process from now on, and every Python that it starts."""
     WriteGuard(Overlay(settings.scratch, exempt=settings.exempt)).install()
+    _guard_libraries(settings)
     os.environ[SCRATCH_VARIABLE] = settings.scratch
     os.environ[EXEMPT_VARIABLE] = os.pathsep.join(settings.exempt)
     paths = [_INHERITED, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
+def _guard_libraries(settings: WriteSettings) -> None:
+    """Guard what opens files past Python too, where the made-up GPU is loaded: ``native/files.c``."""
+    library = _made_up_gpu()
+    if library is not None:
+        folders = ":".join(os.path.realpath(folder) for folder in settings.exempt)
+        library.memfit_guard_files(os.fsencode(os.path.realpath(settings.scratch)), os.fsencode(folders))
+
+
+@functools.cache
+def _made_up_gpu() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "memfit_guard_files") else None
+
+
+def _set_real_files(on: int) -> None:
+    library = _made_up_gpu()
+    if library is not None:
+        library.memfit_real_files(on)
+
+
 @contextmanager
 def real_files() -> Iterator[None]:
     """File operations of this thread are real inside: for memfit's own files."""
     before, _busy.on = _busy.on, True
+    _set_real_files(1)
     try:
         yield
     finally:
         _busy.on = before
+        _set_real_files(int(before))
 
 
 class OverlayEntry:
