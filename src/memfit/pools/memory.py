@@ -142,6 +142,14 @@ def elements(shape: int | tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[in
     return sizes, math.prod(sizes) * dtype.itemsize
 
 
+def shaped(whole: torch.Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over a storage. Unlike a view it has no base, which would keep the storage for it even after
+    its data was set to another."""
+    bare: Any = torch.empty(0, dtype=dtype, device=whole.device)
+    tensor: torch.Tensor = bare.set_(whole.untyped_storage(), 0, sizes)
+    return tensor
+
+
 def _take(size_bytes: int, device: torch.device) -> tuple[torch.Tensor, object]:
     if device.type == "cpu":
         return torch.empty(size_bytes, dtype=torch.uint8), None

@@ -15,7 +15,7 @@ from memfit.pools.arena import Arena
 from memfit.pools.compaction import Defragmentation
 from memfit.pools.handles import MemoryHandle, Pin
 from memfit.pools.holdings import Ended, Holder, Holding, holders_of
-from memfit.pools.memory import ALIGNMENTS_BYTES, NoSystemMemory, elements, usable_device
+from memfit.pools.memory import ALIGNMENTS_BYTES, NoSystemMemory, elements, shaped, usable_device
 from memfit.pools.plans import PlannedPolicy, Recorder, StepPlan
 from memfit.pools.poison import Poison
 from memfit.pools.policies import PolicyName, find_policy
@@ -124,7 +124,7 @@ class MemoryPool:
             pin = self._arena.take(size_bytes, site).new_pin()
         holding = pin.lease.holding
         whole = holding.chunk.memory.view(holding.offset_bytes, size_bytes, pin)
-        return whole.view(dtype).view(sizes), holding
+        return shaped(whole, dtype, sizes), holding
 
     def deallocate(self, handle: MemoryHandle) -> None:
         """Take a block back. Tensors and buffers that look into it stay valid: the block is free when the
