@@ -162,6 +162,9 @@ class Launch:
     def run(self) -> DryRunResult:
         """Start it, wait for it, see to it that nothing of it is left, and read its result."""
         environment = self._environment()
+        for folder in compiler_caches(build_stub()).values():
+            with contextlib.suppress(OSError):  # compilers warn, and do without
+                os.makedirs(folder, mode=0o700, exist_ok=True)
         begun = time.monotonic()
         reading, writing = os.pipe()
         try:
