@@ -145,7 +145,7 @@ class _Reader:
         )
 
     def recording(
-        self, segments: tuple[Segment, ...], events: Sequence[Any], device: int, settings: Any
+        self, segments: tuple[Segment, ...], events: list[Any], device: int, settings: Any
     ) -> Recording:
         place = f"{self._name}: device_traces[{device}]"
         history = read_history(events, place=place, streams=self._streams, places=self._places)

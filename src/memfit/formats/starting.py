@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from memfit.core.snapshot import BlockState, Segment, Snapshot, SnapshotBlock
 from memfit.core.trace import Action
-from memfit.formats.history import Step
+from memfit.formats.history import REQUESTED, Step, Steps
 
 BLOCK_BYTES = 512
 SMALL_SEGMENT_BYTES = 2 << 20
@@ -49,31 +49,33 @@ class Held:
     """Reserved bytes over a history."""
 
     @staticmethod
-    def over(start: Snapshot | None, steps: Sequence[Step], index: int) -> int:
+    def over(start: Snapshot | None, steps: Steps, index: int) -> int:
         """What was reserved before step ``index``."""
         held = 0 if start is None else start.reserved_bytes
-        for step in steps[:index]:
-            if step.action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
-                held += step.size_bytes
-            elif step.action in (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP):
-                held -= step.size_bytes
+        for action, size in zip(steps.actions[:index], steps.sizes[:index], strict=True):
+            if action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
+                held += size
+            elif action in (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP):
+                held -= size
         return max(held, 0)
 
 
-def starting_state(segments: Sequence[Segment], steps: Sequence[Step]) -> Start:
+def starting_state(segments: Sequence[Segment], steps: Steps) -> Start:
     """The state from which ``steps`` led to ``segments``."""
     undo = _Undo(segments, _Allocations(steps))
-    for index in range(len(steps) - 1, -1, -1):
-        undo.undo(index, steps[index])
+    index = len(steps)
+    for step in reversed(steps):
+        index -= 1
+        undo.undo(index, step)
     return Start(undo.snapshot(), undo.contradictions)
 
 
 class _Allocations:
     """Where and when a history allocates, by address."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Steps) -> None:
         found = sorted(
-            (step.address, index) for index, step in enumerate(steps) if step.action is Action.ALLOC
+            (step.address, index) for index, step in enumerate(steps) if step.action == Action.ALLOC
         )
         self._addresses = [address for address, _ in found]
         self._indices = [index for _, index in found]
@@ -104,23 +106,23 @@ class _Undo:
     def undo(self, index: int, step: Step) -> None:
         """Go back over one step."""
         action, address = step.action, step.address
-        if action is Action.ALLOC:
+        if action == Action.ALLOC:
             self._expect(self._active.pop(address, None) is not None)
-        elif action is Action.FREE:
+        elif action == Action.FREE:
             self._expect(address not in self._active)
             self._active[address] = _Active(0, step.size_bytes, "allocated", "", index)
-        elif action is None:
+        elif action == REQUESTED:
             block = self._active.get(address)
             self._expect(block is not None)
             if block is not None:
                 block.state = "allocated"
-        elif action is Action.SEGMENT_ALLOC:
+        elif action == Action.SEGMENT_ALLOC:
             self._expect(self._ranges.pop(address, None) is not None)
-        elif action is Action.SEGMENT_FREE:
+        elif action == Action.SEGMENT_FREE:
             self._add(step, expandable=False)
-        elif action is Action.SEGMENT_MAP:
+        elif action == Action.SEGMENT_MAP:
             self._unmap(address, step.size_bytes)
-        elif action is Action.SEGMENT_UNMAP:
+        elif action == Action.SEGMENT_UNMAP:
             self._add(step, expandable=True)
 
     def _expect(self, agrees: bool) -> None:

@@ -6,18 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from memfit.core.recording import Recording
 from memfit.core.snapshot import Segment, Snapshot, SnapshotBlock
-from memfit.core.trace import Trace
+from memfit.core.trace import COLUMNS, Trace
 
-TRACE_FILE = "events.memfit-trace"
+COLUMNS_FILE = "columns.npz"
 HEAD_FILE = "recording.json"
 
 
 def save(recording: Recording, folder: Path) -> None:
     """Write a recording that was read from a snapshot."""
-    recording.trace.save(folder / TRACE_FILE)
+    trace = recording.trace
+    np.savez(folder / COLUMNS_FILE, **{name: getattr(trace, name) for name in COLUMNS})
     head = {
+        "strings": trace.strings,
+        "meta": dict(trace.meta),
         "start": _segments(recording.start),
         "end": _segments(recording.end),
         "settings_of_end": {} if recording.end is None else dict(recording.end.settings),
@@ -32,7 +37,10 @@ def save(recording: Recording, folder: Path) -> None:
 def load(folder: Path) -> Recording:
     """Read what `save` wrote."""
     head = json.loads((folder / HEAD_FILE).read_text(encoding="utf-8"))
-    trace = Trace.load(folder / TRACE_FILE)
+    with np.load(folder / COLUMNS_FILE, allow_pickle=False) as columns:
+        trace = Trace(
+            **{name: columns[name] for name in COLUMNS}, strings=tuple(head["strings"]), meta=head["meta"]
+        )
     return Recording(
         trace=trace,
         start=_snapshot(head["start"]),
