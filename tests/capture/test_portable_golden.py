@@ -54,7 +54,7 @@ def attention_forced(job: Any) -> Iterator[None]:
 
 
 def moved(model: torch.nn.Module) -> torch.nn.Module:
-    """``model`` with its tensors on the imitated GPU in the order in which ``cuda()`` moves them, tied as before."""
+    """``model`` with its tensors moved in the order in which ``cuda()`` moves them, tied as before."""
     copies: dict[int, torch.Tensor] = {}
 
     def copy_of(tensor: torch.Tensor) -> torch.Tensor:

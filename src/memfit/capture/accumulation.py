@@ -1,7 +1,7 @@
-"""Autograd adds gradients that meet in place, unless a dispatch mode watches; this tells when it would have.
+"""Autograd adds gradients that meet in place, but not on meta tensors; this tells when it would have.
 
-With any dispatch mode active, the engine takes every tensor for one of unknown semantics and adds out of place, which
-costs a temporary that the same step does not have when nobody watches.
+The engine takes meta tensors, and any tensor while a dispatch mode is active, for something of unknown
+semantics and adds out of place. That costs a temporary that the same step does not have on a GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _STORAGE_REFERENCES = 2  # to its storage: the tensor's and Python's
 
 
 def accumulates(func: Any, args: Any) -> bool:
-    """Whether this call, seen in a mode's ``__torch_dispatch__``, is the engine adding into a gradient of its own.
+    """Whether this call, seen in a mode's ``__torch_dispatch__``, is the engine adding into its own gradient.
 
-    The mode may then run ``args[0].add_(args[1])`` and return ``args[0]``, as the engine would without it.
+    The mode may then run ``aten.add_`` instead, as the engine would without it.
     """
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1:
         return False
@@ -30,7 +30,7 @@ def accumulates(func: Any, args: Any) -> bool:
     if not torch.ops.aten.is_non_overlapping_and_dense(own):
         return False
     storage = own.untyped_storage()
-    references = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    references = torch._C._storage_Use_Count(storage._cdata)
     return bool(references == _STORAGE_REFERENCES and own._use_count() == _REFERENCES + _modes_outside())
 
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.torch_version import TorchVersion
 
 aten = torch.ops.aten
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 
 _HALVES = (torch.float16, torch.bfloat16)
+EFFICIENT_TAKES_GROUPS = TorchVersion(torch.__version__) >= "2.14"
 _MASK_ALIGNMENT = 16
 _FLASH_ALIGNMENT = 8
 
@@ -86,6 +88,8 @@ def _efficient(call: Attention, capability: tuple[int, int]) -> bool:
     alignment = _gemm_alignment(call.dtype, capability)
     if call.dtype not in allowed or head != call.key[-1] or head % alignment or value_head % alignment:
         return False
+    if _groups_unfit(call):
+        return False
     return _common(call)
 
 
@@ -116,6 +120,11 @@ def _cudnn_heads(call: Attention, capability: tuple[int, int]) -> bool:
     if capability[0] not in (9, 10) or max(head, value_head) > 256:
         return False
     return not call.needs_gradient or (head, value_head) in ((192, 128), (256, 256))
+
+
+def _groups_unfit(call: Attention) -> bool:
+    """Before torch 2.14 the efficient kernel took no grouped heads."""
+    return call.query[1] != call.key[1] and not EFFICIENT_TAKES_GROUPS
 
 
 _RULES = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}
@@ -160,7 +169,8 @@ def attention(
         out = aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )
-    return out[0]
+    attended: torch.Tensor = out[0]
+    return attended
 
 
 def _described(

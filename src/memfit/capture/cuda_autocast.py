@@ -1,4 +1,4 @@
-"""``torch.autocast("cuda")`` for meta tensors: the same operators cast, the same way, with the cache of weights.
+"""``torch.autocast("cuda")`` for meta tensors: the same operators cast, with the cache of weights.
 
 PyTorch's autocast acts on tensors whose device is CUDA, and has no form for meta tensors. Here kernels of
 our own sit at an autocast key that no device of this process uses, above autograd, where PyTorch's sit;
@@ -47,6 +47,7 @@ REFUSED = frozenset({"binary_cross_entropy"})
 """Every other operator that PyTorch has an autocast kernel for runs in float32."""
 
 
+@functools.cache
 def autocast_operators() -> tuple[str, ...]:
     """Operators (with overload) for which this build of PyTorch has a CUDA autocast kernel."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
@@ -150,8 +151,7 @@ def _casting(op: Any, state: AutocastState, dtype_of: Callable[[Any], torch.dtyp
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
             dtype = dtype_of((*args, *kwargs.values()))
-            # Last argument first: so do the compilers that PyTorch's wheels are made with, and the order shows in
-            # the backward pass.
+            # Last argument first: so do the compilers of PyTorch's wheels, and it shows in the backward pass.
             named = {name: state.cast(value, dtype) for name, value in reversed(kwargs.items())}
             cast = [state.cast(value, dtype) for value in reversed(args)]
             return op(*reversed(cast), **named)

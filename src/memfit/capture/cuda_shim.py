@@ -69,17 +69,18 @@ def _register(library: torch.library.Library, shim: Shim) -> None:
         "rms_norm": _rms_norm,
         "batch_norm": _batch_norm,
     }
+    registry: Any = library.m
     for name, kernel in composites.items():
         # The Python check against Meta kernels for composite operators protects from just what is meant here.
         for key in ("AutogradMeta", "Meta"):
-            library.m.impl(name, key, kernel, False)
+            registry.impl(name, key, kernel, False)
     reads = {
         "_local_scalar_dense": _read_scalar(shim),
         "equal": _read_equal(shim),
         "is_nonzero": _read_truth(shim),
     }
     for name, reader in reads.items():
-        library.m.impl(name, "Meta", reader, False)
+        registry.impl(name, "Meta", reader, False)
 
 
 def _attention_kernel(shim: Shim) -> Callable[..., torch.Tensor]:
@@ -125,8 +126,28 @@ def _rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    normed: torch.Tensor = aten._fused_rms_norm(tensor, normalized_shape, weight, eps)[0]
+    """CUDA has one kernel for it, which keeps its input and a float32 factor for each row."""
+    normed: torch.Tensor = _FusedRmsNorm.apply(tensor, len(normalized_shape), weight)
     return normed
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What CUDA's kernel keeps and makes. On meta tensors PyTorch knows the operator by its parts only."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dims: int, weight: torch.Tensor | None) -> torch.Tensor:
+        normed = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        rows = (*tensor.shape[: tensor.dim() - dims], *[1] * dims)
+        factor = torch.empty(
+            rows, dtype=torch.promote_types(tensor.dtype, torch.float32), device=tensor.device
+        )
+        ctx.save_for_backward(tensor, weight, factor)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+        tensor, weight, _ = ctx.saved_tensors
+        return torch.empty_like(tensor), None, None if weight is None else torch.empty_like(weight)
 
 
 def _batch_norm(
@@ -217,7 +238,17 @@ def _replacements(shim: Shim) -> Iterator[tuple[Any, str, Any]]:
         if hasattr(module, "_get_fused_kernels_supported_devices"):
             yield module, "_get_fused_kernels_supported_devices", lambda: [*fused(), "meta"]
     yield torch.amp.GradScaler, "_maybe_opt_step", _step_as_if_finite
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        yield torch._VF, name, _noted(getattr(torch._VF, name), shim)
     yield torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True
+
+
+def _noted(recurrent: Callable[..., Any], shim: Shim) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        shim.approximate("recurrent networks run cell by cell here, and in one cuDNN kernel on a GPU")
+        return recurrent(*args, **kwargs)
+
+    return run
 
 
 def _step_as_if_finite(

@@ -41,10 +41,14 @@ _OTHER_THREADS_PER_SM = 1536
 _WARP = 32
 _THREADS_PER_BLOCK = 512
 _LOCK_BYTES = 16
+_SORT_BYTES, _SCAN_BYTES = 71_167, 1_279  # of CUB; they differ a little from size to size
+_MANY_ROWS = 256
 
-Step = tuple[int, bool]
-"""Bytes to take, and whether they stay (a workspace) or go when the operator ends. Negative bytes ``~i`` give the
-``i``-th that was taken back at once."""
+RESULTS = None
+Step = int | None
+"""Bytes to take; ``~i`` to give back the ``i``-th that was taken; or `RESULTS`: the results are made now.
+What is not given back goes when the operator ends, the last taken first, as C++ destroys its local variables.
+"""
 
 
 class Temporaries:
@@ -55,31 +59,33 @@ class Temporaries:
         self._workspaces: set[bool] = set()  # of the thread that calls backward(), and of autograd's own
         self._convolutions = 0
 
-    def of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Iterator[Step]:
-        """What this call takes; to be asked once for each call, after its results were made."""
+    def steps(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Iterator[Step]:
+        """What this call takes and gives back, in order, and when it makes its results."""
         packet = func._overloadpacket
-        if packet in _IS_MATMUL:
-            yield from self._workspace(out)
-        elif (rule := _RULES.get(packet)) is not None:
-            for size_bytes in rule(self._gpu, args, kwargs, out):
-                yield size_bytes, False
-        if packet is aten.convolution and _on_meta(out):
+        rule = _RULES.get(packet)
+        if rule is None:
+            yield RESULTS
+            return
+        if packet not in _RESULTS_WITHIN:
+            yield RESULTS
+        yield from rule(self._gpu, args, kwargs, out)
+
+    def workspace_bytes(self, func: Any, out: Any) -> int:
+        """What the library keeps for the thread from this call on; 0 except for its first matrix product."""
+        if func._overloadpacket is aten.convolution and _on_meta(out):
             self._convolutions += 1
+        in_autograd_thread = torch._C._current_graph_task_id() != -1
+        first = func._overloadpacket in _IS_MATMUL and in_autograd_thread not in self._workspaces
+        if not first or not _on_meta(out):
+            return 0
+        self._workspaces.add(in_autograd_thread)
+        return HOPPER_WORKSPACE_BYTES if self._gpu.compute_capability[0] >= 9 else WORKSPACE_BYTES
 
     def notes(self) -> list[str]:
         """What is known to be missing."""
         if not self._convolutions:
             return []
-        return [
-            f"cuDNN's workspaces of {self._convolutions} convolutions count as 0 bytes: only cuDNN knows them"
-        ]
-
-    def _workspace(self, out: Any) -> Iterator[Step]:
-        in_autograd_thread = torch._C._current_graph_task_id() != -1
-        if _on_meta(out) and in_autograd_thread not in self._workspaces:
-            self._workspaces.add(in_autograd_thread)
-            hopper = self._gpu.compute_capability[0] >= 9
-            yield (HOPPER_WORKSPACE_BYTES if hopper else WORKSPACE_BYTES), True
+        return ["cuDNN's workspaces of convolutions count as 0 bytes: only cuDNN knows them"]
 
 
 def device_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Sequence[Any]:
@@ -88,6 +94,8 @@ def device_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ou
     Attention without dropout makes empty seeds first; with dropout, the efficient kernel's are on the host.
     """
     packet = func._overloadpacket
+    if packet is aten.native_dropout:
+        return (out[1], out[0])
     if packet is aten._scaled_dot_product_cudnn_attention:
         return (out[6], out[7], *out)
     if packet is not aten._scaled_dot_product_efficient_attention:
@@ -236,26 +244,43 @@ def _efficient_backward(gpu: GPU, args: Sequence[Any], kwargs: Mapping[str, Any]
     query = args[1]
     batch, heads, length, head = query.shape
     sums = 4 * batch * heads * length
-    if query.dtype is torch.float32:
-        yield sums * args[5].shape[-1]
-        yield sums
-        yield sums
-        yield ~1
-        yield ~0
-    else:
-        yield sums
     blocks = batch * heads * math.ceil(length / 64)
-    yield blocks * (4 * 64 * (-(-head // 64) * 64) + _LOCK_BYTES)
+    workspace = blocks * (4 * 64 * (-(-head // 64) * 64) + _LOCK_BYTES)
+    if query.dtype is torch.float32:
+        yield from (sums * args[5].shape[-1], sums, sums, ~1, ~0, workspace, ~2)
+    else:
+        yield from (sums, workspace, ~0)
 
 
-def _embedding_backward(gpu: GPU, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Iterator[int]:
+def _embedding_backward(gpu: GPU, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Iterator[Step]:
     """More than 3,072 indices are sorted, and each run of equal ones is summed in parts of ten rows."""
     gradient, indices, rows = args[0], args[1], args[2]
     count = indices.numel()
-    if count > 3072:
-        parts = math.ceil(count / 10) + min(count, rows)
-        yield 48 * count
-        yield 4 * parts * (-(-gradient.shape[-1] // 32) * 32)
+    copies = [nbytes for tensor in (gradient, indices) if (nbytes := _copy_bytes(tensor))]
+    yield from copies
+    if count <= 3072:
+        yield RESULTS
+        return
+    first, each = len(copies), 8 * count
+    yield from (each, each, each, _SORT_BYTES, ~(first + 3), ~(first + 2))  # sorted, their places, a range
+    yield RESULTS
+    runs = min(count, rows)
+    parts = count // 10 + runs
+    width = 4 * gradient.shape[-1] if rows >= _MANY_ROWS else 8
+    yield from (each, 8, each, _SCAN_BYTES, ~(first + 7), ~(first + 6))
+    yield from (8 * runs, 8 * runs, _SCAN_BYTES, ~(first + 10), 8, 8 * parts, width * parts)
+
+
+def _copy_bytes(tensor: torch.Tensor) -> int:
+    """What ``contiguous()`` takes."""
+    return 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
+
+
+def _embedding(gpu: GPU, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Iterator[Step]:
+    """Indices that are not contiguous are copied."""
+    if copy_bytes := _copy_bytes(args[1]):
+        yield copy_bytes
+    yield RESULTS
 
 
 def _cumulative_sum(gpu: GPU, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Iterator[int]:
@@ -264,7 +289,7 @@ def _cumulative_sum(gpu: GPU, args: Sequence[Any], kwargs: Mapping[str, Any], ou
         yield out.numel() * out.element_size()
 
 
-Rule = Callable[[GPU, Sequence[Any], Mapping[str, Any], Any], Iterator[int]]
+Rule = Callable[[GPU, Sequence[Any], Mapping[str, Any], Any], Iterator[Step]]
 
 _IS_MATMUL = frozenset(getattr(aten, name) for name in _MATMULS)
 _RULES: Mapping[Any, Rule] = {
@@ -274,7 +299,10 @@ _RULES: Mapping[Any, Rule] = {
     aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     aten._scaled_dot_product_cudnn_attention_backward: _cudnn_attention_backward,
     aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+    aten.embedding: _embedding,
     aten.embedding_dense_backward: _embedding_backward,
     aten.cumsum: _cumulative_sum,
 }
 """Buffers by operator; the others were seen to take none, or some kilobytes."""
+_RESULTS_WITHIN = frozenset({aten.embedding, aten.embedding_dense_backward})
+"""Operators whose rule says when the results are made; those of the others are made first."""

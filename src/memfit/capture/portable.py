@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from memfit.allocators.caching import CachingAllocator, CachingConfig
 from memfit.allocators.chunks import Chunk
 from memfit.capture.accumulation import accumulates
 from memfit.capture.cuda_shim import Shim, cuda_operators
-from memfit.capture.cuda_temporaries import Temporaries, device_results
+from memfit.capture.cuda_temporaries import RESULTS, Temporaries, device_results
 from memfit.capture.measure import STEPS, measure_step, out_of_memory_as_value
 from memfit.capture.operators import sparse_parts, tensors_in
 from memfit.capture.step import TrainingStep, build_step
@@ -69,12 +70,11 @@ class SimulatedMemory(TorchDispatchMode):
         if _reads_to_host(func, kwargs, args):
             return torch.zeros_like(args[0], device="cpu")
         if accumulates(func, args):
-            return args[0].add_(args[1])
+            func = torch.ops.aten.add_.Tensor
         out = func(*args, **kwargs)
-        for tensor in tensors_in(device_results(func, args, kwargs, out)):
-            if tensor.device.type == DEVICE:
-                self._hold(tensor)
-        self._take_temporaries(func, args, kwargs, out)
+        self._run_steps(func, args, kwargs, out)
+        if workspace_bytes := self.temporaries.workspace_bytes(func, out):
+            self._malloc(workspace_bytes)
         return out
 
     def empty_cache(self) -> None:
@@ -114,32 +114,29 @@ class SimulatedMemory(TorchDispatchMode):
             if known is not None and known[2] == size_bytes:
                 continue
             chunk = self._malloc(size_bytes) if size_bytes else None
-            if known is not None and known[1] is not None:  # resized in place: the old memory goes
+            if known is not None:  # resized in place: the old memory goes
                 self._free(known[1])
-            reference = (
-                weakref.ref(storage, lambda _, key=key: self._on_death(key)) if known is None else known[0]
-            )
+            reference = weakref.ref(storage, partial(self._on_death, key)) if known is None else known[0]
             self._live[key] = (reference, chunk, size_bytes)
 
-    def _take_temporaries(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """What the kernel takes beside its results; what does not stay goes when it is done."""
-        passing: list[Chunk | None] = []
-        for size_bytes, lasting in self.temporaries.of(func, args, kwargs, out):
-            if size_bytes < 0:
-                given_back, passing[~size_bytes] = passing[~size_bytes], None
-                assert given_back is not None
-                self._free(given_back)
+    def _run_steps(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Hold the results, and take and give back what the kernel needs beside them."""
+        taken: list[Chunk | None] = []
+        for step in self.temporaries.steps(func, args, kwargs, out):
+            if step is RESULTS:
+                for tensor in tensors_in(device_results(func, args, kwargs, out)):
+                    if tensor.device.type == DEVICE:
+                        self._hold(tensor)
+            elif step >= 0:
+                taken.append(self._malloc(step))
             else:
-                chunk = self._malloc(size_bytes)
-                passing.append(None if lasting else chunk)
-        for held in reversed(passing):  # as C++ destroys its local variables
-            if held is not None:
-                self._free(held)
-
-    def _on_death(self, key: int) -> None:
-        _, chunk, _ = self._live.pop(key)
-        if chunk is not None:
+                self._free(taken[~step])
+                taken[~step] = None
+        for chunk in reversed(taken):
             self._free(chunk)
+
+    def _on_death(self, key: int, _: object) -> None:
+        self._free(self._live.pop(key)[1])
 
     def _malloc(self, size_bytes: int) -> Chunk:
         try:
@@ -155,7 +152,9 @@ class SimulatedMemory(TorchDispatchMode):
             f"capacity of {total} bytes of which {free} bytes is free."
         )
 
-    def _free(self, chunk: Chunk) -> None:
+    def _free(self, chunk: Chunk | None) -> None:
+        if chunk is None:
+            return
         self._dead.append(chunk)
         if not self._busy:
             with self._undisturbed():
@@ -243,6 +242,7 @@ def measure_portable(
     costs: bool = True,
     categories: bool = False,
     trace_path: str | None = None,
+    gpu: GPU | None = None,
     apply: Callable[[TrainingStep], None] | None = None,
 ) -> dict[str, Any]:
     """`memfit.capture.measure.measure` on the imitated GPU: same arguments, same keys, ``engine`` is
@@ -251,10 +251,11 @@ def measure_portable(
     Args:
         workload: a reference of `memfit.capture.workloads.workload_reference`.
         gpu_key: as `memfit.core.devices.find_gpu` takes it.
+        gpu: instead of the catalogue's GPU of that key, perhaps one with another size.
         apply: called with the built step before it runs, to put techniques on.
     """
     started = time.monotonic()
-    gpu = find_gpu(gpu_key)
+    gpu = gpu or find_gpu(gpu_key)
     with portable_gpu(gpu) as portable:
         result: dict[str, Any] = {}
         with out_of_memory_as_value(phase="init") as caught:

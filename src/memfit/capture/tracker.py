@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memfit.capture.accumulation import accumulates
 from memfit.capture.attribution import Attribution
 from memfit.capture.graph import Op, StepGraph, Storage
 from memfit.capture.operators import OpCall, sparse_parts, tensors_in
@@ -76,6 +77,8 @@ class StepTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if accumulates(func, args):
+            func = torch.ops.aten.add_.Tensor
         phase, module = self._attribution.where()
         if self._was_recomputing != (phase == "recompute"):
             self._turn(phase)

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from memfit.capture import step as step_module
 from memfit.dryrun.assumptions import true_values as make_true_values
+from memfit.dryrun.interception import intercepting
 from memfit.dryrun.places import is_user_file
-from memfit.dryrun.shadow import TrueValues
 
 Reads = Counter[tuple[str, int, str, str, str]]
 
@@ -36,7 +34,9 @@ def true_values() -> Iterator[Reads]:
     if not on_made_up_gpu():
         yield reads
         return
-    with _Shadowed(make_true_values(lambda op, answer: reads.update([(*read_place(), str(op), answer)]))):
+    values = make_true_values(lambda op, answer: reads.update([(*read_place(), str(op), answer)]))
+    # Below PyTorch's modes: under a mode of ours autograd would add gradients out of place.
+    with intercepting(values.call):
         yield reads
 
 
@@ -44,17 +44,6 @@ def reads_to_json(reads: Reads) -> list[dict[str, Any]]:
     """The reads with the keys of `memfit.dryrun.result.ValueRead`."""
     keys = ("file", "line", "function", "op", "answer")
     return [{**dict(zip(keys, place, strict=True)), "count": count} for place, count in reads.items()]
-
-
-class _Shadowed(TorchDispatchMode):
-    def __init__(self, values: TrueValues) -> None:
-        super().__init__()
-        self._values = values
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":
-            return func(*args, **(kwargs or {}))
-        return self._values.call(func, args, kwargs or {})
 
 
 def read_place() -> tuple[str, int, str]:
