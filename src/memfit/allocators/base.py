@@ -28,8 +28,8 @@ class Block:
     address: int
     size_bytes: int
     requested_bytes: int
-    stream: int
-    region: int
+    stream: int = 0
+    region: int = 0
     offset_bytes: int
 
 
@@ -37,15 +37,25 @@ class OutOfMemory(MemfitError):
     """An allocation that does not fit; the allocator's state is as after the failed attempt."""
 
     def __init__(
-        self, *, requested_bytes: int, reserved_bytes: int, limit_bytes: int, allocated_bytes: int
+        self,
+        *,
+        requested_bytes: int,
+        reserved_bytes: int,
+        limit_bytes: int,
+        allocated_bytes: int,
+        largest_free_bytes: int | None = None,
     ) -> None:
         self.requested_bytes = requested_bytes
         self.reserved_bytes = reserved_bytes
         self.limit_bytes = limit_bytes
         self.allocated_bytes = allocated_bytes
+        self.largest_free_bytes = largest_free_bytes
+        largest = (
+            "" if largest_free_bytes is None else f"; the largest free block has {largest_free_bytes} bytes"
+        )
         super().__init__(
             f"out of memory: {requested_bytes} bytes asked for; of {limit_bytes} bytes,"
-            f" {reserved_bytes} are reserved and {allocated_bytes} allocated"
+            f" {reserved_bytes} are reserved and {allocated_bytes} allocated{largest}"
         )
 
 
@@ -53,11 +63,11 @@ class BaseAllocator(ABC):
     """An allocation policy over a made-up address space.
 
     A subclass takes its settings in ``__init__(config)``; whoever replays a trace through it needs no more
-    than the three methods.
+    than `allocate` and `deallocate`. ``config`` has at least ``total_bytes`` and ``alignment_bytes``.
     """
 
-    @abstractmethod
-    def __init__(self, config: Any = None) -> None: ...
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
 
     @abstractmethod
     def allocate(self, size_bytes: int, *, stream: int = 0) -> Block:
@@ -76,7 +86,8 @@ class BaseAllocator(ABC):
             UsageError: the block is not one that this allocator has out (freed twice, or foreign).
         """
 
-    @abstractmethod
     def stats(self) -> Mapping[str, Any]:
-        """Counters of the policy; at least ``allocated_bytes``, ``reserved_bytes`` and ``requested_bytes``,
-        each ``{"all": [current, peak, allocated, freed]}`` in bytes."""
+        """Counters of the policy: ``allocated_bytes``, ``reserved_bytes`` and ``requested_bytes`` at least,
+        each ``{"all": [current, peak, allocated, freed]}`` in bytes; empty for a policy that keeps none
+        (wrap it in a `CountedAllocator`)."""
+        return {}
