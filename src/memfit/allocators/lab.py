@@ -306,7 +306,7 @@ class _Lab:
             done += 1
         for name in names if compare or wanted == tuple(names) else ():
             self._progress(name, done, total)
-            outcome, run = policy_outcome(name, self._program, self._limit(), stop=self._stop)
+            outcome, run = policy_outcome(name, self._program, self._capacity, stop=self._stop)
             outcomes.append(outcome)
             selected = (outcome, run) if wanted == (name,) else None
             done += 1

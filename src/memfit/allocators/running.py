@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocators.base import BaseAllocator, OutOfMemory
+from memfit.allocators.base import OutOfMemory
 from memfit.allocators.caching import CachingAllocator
 from memfit.allocators.chunks import Chunk
 from memfit.allocators.replay import SegmentLayout, segments_of
@@ -355,54 +355,3 @@ class _Places:
             base = address if address in self._known else recorded - chunk.offset
             self._bases[chunk.region.ordinal] = base
         self.same += base + chunk.offset == recorded
-
-
-def run_policy(program: Program, allocator: BaseAllocator, *, stop: bool = True) -> Run:
-    """Run a program through any policy. Streams, caches and pending events mean nothing to most of them."""
-    blocks: dict[int, Any] = {}
-    placements: list[tuple[int, int]] = []
-    failures: list[Failure] = []
-    live = 0
-
-    def allocate(index: int, key: int, size: int, stream: int) -> None:
-        nonlocal live
-        try:
-            block = blocks[key] = allocator.allocate(size, stream=stream)
-        except OutOfMemory as failure:
-            placements.append((-1, 0))
-            failures.append(
-                Failure(
-                    event=index,
-                    requested_bytes=size,
-                    stream=stream,
-                    live_bytes=live,
-                    allocated_bytes=failure.allocated_bytes,
-                    reserved_bytes=failure.reserved_bytes,
-                    limit_bytes=failure.limit_bytes,
-                )
-            )
-            return
-        live += size
-        if index >= 0:
-            placements.append((block.region, block.offset_bytes))
-
-    for key, size, stream in program.before:
-        allocate(-1, key, size, stream)
-    for index, (action, key, size, stream) in enumerate(program.rows):
-        if action == _ALLOC:
-            allocate(index, key, size, stream)
-        elif action == _FREE and (block := blocks.pop(key, None)) is not None:
-            live -= block.requested_bytes
-            allocator.deallocate(block)
-        if stop and failures:
-            break
-    nothing = np.zeros(0, dtype=np.int64)
-    return Run(
-        placements=placements,
-        reserved_changes=(),
-        failures=tuple(failures),
-        stats=allocator.stats(),
-        live_bytes=nothing,
-        allocated_bytes=nothing,
-        reserved_bytes=nothing,
-    )
