@@ -13,7 +13,7 @@ from memfit.core.errors import UsageError, WorkloadFailed
 from memfit.core.trace import Trace
 from memfit.planning import FitResult, Plan, plan
 from memfit.planning.fit import checked_budget
-from memfit.planning.oracle import Engine
+from memfit.planning.oracle import Engine, open_oracle
 
 GPU = "rtx3060-12gb"
 MODELS = Path(__file__).with_name("tiny_models.py")
@@ -106,6 +106,19 @@ def test_the_portable_engine_plans_too() -> None:
     result = share_of_plain("cnn", 0.7, engine="portable")
     check(result)
     assert result.engine == "portable"
+
+
+@pytest.mark.dryrun
+def test_a_quick_try_reserves_to_the_byte_what_a_process_of_its_own_does(tmp_path: Path) -> None:
+    spec = f"{MODELS}:gpt"
+    blocks = {f"blocks.{n}": saves for n, saves in enumerate(([], ["linear:3"], ["attention", "random"]))}
+    with open_oracle({"spec": spec, "folder": "."}, spec, find_gpu(GPU), tmp_path, engine="dryrun") as oracle:
+        for techniques in ((), ({"technique": "gradient_checkpointing", "blocks": blocks},)):
+            quick, own = oracle.evaluate(techniques), oracle.final(techniques).figures
+            assert quick.failure is None
+            assert quick.requested_bytes == own.peak_requested_bytes
+            assert quick.allocated_bytes == own.peak_allocated_bytes
+            assert quick.reserved_bytes == own.peak_reserved_bytes
 
 
 def test_json_has_the_keys_that_were_promised() -> None:

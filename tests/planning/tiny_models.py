@@ -37,6 +37,9 @@ class TinyGPT(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        if not bool((positions.diff() == 1).all()):  # as packed sequences are looked for: true values say no
+            x = x + torch.zeros(64, *x.shape, device=x.device).sum(0)
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(x)

@@ -58,6 +58,12 @@ def intercept(handler: Handler) -> None:
     _set_key(_KEY, True)
 
 
+def resume() -> None:
+    """In a fork of a process that intercepts: go on as there. Forks do not by themselves."""
+    if _State.handler is not None:
+        _set_key(_KEY, True)
+
+
 @contextlib.contextmanager
 def intercepting(handler: Handler) -> Iterator[None]:
     """`intercept` for a while."""

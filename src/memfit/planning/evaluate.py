@@ -22,6 +22,7 @@ from memfit.capture.true_values import on_made_up_gpu, reads_to_json, true_value
 from memfit.capture.workloads import from_reference
 from memfit.core.devices import GPU
 from memfit.core.errors import MemfitError, UsageError
+from memfit.dryrun.interception import resume
 from memfit.planning.figures import Settings
 from memfit.planning.fork import in_fork
 from memfit.planning.plan import apply_settings, micro_batch_count, sample_count
@@ -93,6 +94,8 @@ class Session:
     @contextmanager
     def _started(self, techniques: Sequence[Settings]) -> Iterator[None]:
         """The step with a plan applied, after its first run; as new again where this process goes on."""
+        if on_made_up_gpu():
+            resume()  # true values are followed in forks only when told so
         with applied(self._step, techniques):
             try:
                 if self._step.steps_done:  # no fork: another plan ran here before

@@ -11,7 +11,9 @@ from memfit.planning.problems import choice_of, schedule_of
 from memfit.planning.schedules import Lever
 from memfit.planning.solve import solve
 
-ROUNDS = 6
+ROUNDS = 8
+STEP_SHARE = 0.005
+"""By how much of the budget the next plan is leaner at least, when one did not fit."""
 SLACK_SHARE = 0.01
 """Where a plan leaves more than this part of the budget unused, the next round may use more."""
 
@@ -48,33 +50,60 @@ class Refiner:
         self.case = case
         self.budget_bytes = budget_bytes
 
-    def tighten(self, allowance_bytes: int) -> list[Try]:
-        """Solves for ``allowance_bytes`` in the solver's own sums, runs the plan, and corrects the allowance
-        by what it missed.
+    def tighten(self) -> list[Try]:
+        """Solves in the solver's own sums, runs the plan, and corrects by what the allocator reserved over
+        the sum, until a plan fits with little room left.
 
-        Ends when a plan fits with little slack, when nothing more can be solved, or after some rounds.
-        Returns what was tried, the last one last.
+        That overhead jumps between plans that differ by little, as a large block finds a hole or does not.
+        So a plan that does not fit is run in the mirrored order as well, and between a sum that fits and one
+        that does not the middle is tried.
         """
         tried: list[Try] = []
-        failing = None  # the least sum of a plan that did not fit
+        allowance, failing = self.budget_bytes - self.case.overhead_bytes, 0
         for _ in range(ROUNDS):
-            solution = solve(self.case.problem, allowance_bytes)
+            solution = solve(self.case.problem, allowance)
             if solution is None:
                 break
-            attempt = self._try(solution.choice)
-            known = any(attempt.key == other.key for other in tried)
-            tried.append(attempt)
-            over = attempt.peaks.reserved_bytes - self.budget_bytes
-            if over > 0:
-                failing = min(failing or solution.peak_bytes, solution.peak_bytes)
-                allowance_bytes = solution.peak_bytes - over
-            elif known or -over <= SLACK_SHARE * self.budget_bytes or solution.recompute_seconds <= 0:
+            attempts = self._both_orders(solution.choice)
+            if any(attempt.key == other.key for attempt in attempts for other in tried):
+                break
+            tried += attempts
+            best = min(attempts, key=lambda attempt: attempt.peaks.reserved_bytes)
+            room = self.budget_bytes - (best.peaks.reserved_bytes - solution.peak_bytes)
+            if not self._fits(best):
+                failing = solution.peak_bytes
+                allowance = min(room, failing - int(STEP_SHARE * self.budget_bytes))
+            elif self._is_tight(best):
                 break
             else:
-                allowance_bytes = solution.peak_bytes - over
-                if failing is not None:
-                    allowance_bytes = min(allowance_bytes, failing - 1)
+                allowance = min(room, (solution.peak_bytes + failing) // 2) if failing else room
         return tried
+
+    def _both_orders(self, choice: Sequence[int]) -> list[Try]:
+        """The plan, and its mirror image where it does not fit and the image may."""
+        attempts = [self._try(choice)]
+        if not self._fits(attempts[0]):
+            mirrored = self._mirrored(choice)
+            if self.case.problem.peak_bytes(mirrored) <= self.budget_bytes:
+                attempts.append(self._try(mirrored))
+        return attempts
+
+    def _fits(self, tried: Try) -> bool:
+        return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self.budget_bytes
+
+    def _is_tight(self, tried: Try) -> bool:
+        """Whether little room is left, or nothing to gain from it."""
+        left = self.budget_bytes - tried.peaks.reserved_bytes
+        return left <= SLACK_SHARE * self.budget_bytes or tried.seconds <= self.case.base_seconds
+
+    def _mirrored(self, choice: Sequence[int]) -> list[int]:
+        """The same options, dealt to each class's blocks in the opposite order."""
+        mirrored = list(choice)
+        for block_class in self.case.problem.classes:
+            numbers = [choice[position] for position in block_class.positions]
+            for position, number in zip(block_class.positions, reversed(numbers), strict=True):
+                mirrored[position] = number
+        return mirrored
 
     def _try(self, choice: Sequence[int]) -> Try:
         seconds = self.case.base_seconds + self.case.problem.recompute_seconds(choice)
@@ -109,7 +138,7 @@ class Refiner:
                     continue
                 attempt = self._try(changed)
                 tried.append(attempt)
-                if attempt.peaks.failure is None and attempt.peaks.reserved_bytes <= self.budget_bytes:
+                if self._fits(attempt):
                     choice[position] = number
                     moved = True
                     break

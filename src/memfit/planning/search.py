@@ -271,7 +271,7 @@ class _Session:
             tried += self._named(row, case, best)
             refiner = Refiner(self.bench, case, self.budget_bytes)
             if case.expected_seconds < best:
-                tried += refiner.tighten(self.budget_bytes - case.overhead_bytes)
+                tried += refiner.tighten()
             if not any(map(self._fits, tried)) and best == float("inf"):
                 tried.append(refiner.least())
             if case.lever.is_none:
