@@ -193,10 +193,10 @@ class TestFreeing:
 class TestRoom:
     def test_growth_up_to_the_limit(self, make_pool: Maker, small_policy: Any) -> None:
         pool = make_pool("1MiB", chunk_size="1MiB", max_size="8MiB", allocation_policy=small_policy)
-        handles = [pool.allocate("512KiB") for _ in range(10)]
-        assert pool.statistics().reserved_bytes >= 5 * MIB
+        handles = [pool.allocate("512KiB") for _ in range(6)]
+        assert pool.statistics().reserved_bytes >= 3 * MIB
         with pytest.raises(OutOfPoolMemory):
-            handles.extend(pool.allocate("512KiB") for _ in range(10))
+            handles.extend(pool.allocate("512KiB") for _ in range(12))
         assert pool.statistics().reserved_bytes <= 8 * MIB
 
     def test_no_room_says_what_is_free_and_who_holds_the_rest(self, make_pool: Maker) -> None:

@@ -99,6 +99,8 @@ class Arena:
 
     def settle(self) -> None:
         """Take back the blocks whose lease has died, but for those that other streams still use."""
+        if not self._ended and not self._in_flight:
+            return
         while (holding := self._ended.take()) is not None:
             if holding.streams:
                 self._in_flight.add(holding, holding.streams)
@@ -260,7 +262,7 @@ class Arena:
                 return
         power = 1 << (size_bytes - 1).bit_length()  # buddies place a block in such a space only
         tried: set[int] = set()
-        for wanted in (max(self.chunk_bytes, size_bytes), size_bytes, power, 2 * power):
+        for wanted in (max(self.chunk_bytes, size_bytes), size_bytes, power, 2 * power, room or 0):
             chosen = wanted if room is None else min(wanted, room)
             if chosen >= size_bytes and chosen not in tried:
                 tried.add(chosen)
@@ -274,7 +276,10 @@ class Arena:
         if not empty or (room is not None and empty < missing):
             return None
         self.chunks.drop_empty(until_bytes=missing)
-        return self._grow_for(size_bytes)
+        placed = self._grow_for(size_bytes)
+        if placed is None and self.chunks.drop_empty():  # some policies need more than the size of a block
+            placed = self._grow_for(size_bytes)
+        return placed
 
     def _collect_for(self, size_bytes: int) -> tuple[Chunk, Block] | None:
         """Have cycles collected that may hold handles."""

@@ -10,7 +10,7 @@ import torch
 
 from memfit.core.errors import UsageError
 from memfit.core.units import format_bytes
-from memfit.pools.memory import elements, shaped
+from memfit.pools.memory import elements
 from memfit.pools.sites import Site
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class MemoryHandle:
                 f"a {dtype} tensor of shape {sizes} has {format_bytes(size_bytes)}; this block has"
                 f" {format_bytes(self.size_bytes)} (allocated at {self.site})"
             )
-        return shaped(self._pool.view_of(self, size_bytes), dtype, sizes)
+        return self._pool.tensor_of(self, dtype, sizes)
 
     @property
     def buffer(self) -> memoryview:

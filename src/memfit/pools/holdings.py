@@ -191,6 +191,8 @@ class OutOfPoolMemory(OutOfMemory):
         )
 
     def _held(self) -> str:
+        if not self.holders and self.largest_free_bytes >= self.requested_bytes:
+            return "Nothing is held, but the policy needs more than that to place it; raise the limit"
         if not self.holders:
             return "Nothing is held: the request is larger than the memory; ask for less or raise the limit"
         shown = "; ".join(str(holder) for holder in self.holders[:_HOLDERS_SHOWN])

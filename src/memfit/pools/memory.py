@@ -19,6 +19,18 @@ ALIGNMENTS_BYTES = {"cpu": 64, "cuda": 512}
 """What torch's own allocators align to (c10/core/alignment.h, c10/cuda/CUDACachingAllocator.cpp)."""
 
 _PAGE_BYTES = 4096
+_NUMPY_DTYPES = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+    torch.complex64: np.complex64,
+}
 
 
 class NoSystemMemory(Exception):
@@ -58,11 +70,26 @@ class RealMemory:
         return self._base[offset_bytes : offset_bytes + size_bytes]
 
     def view(self, offset_bytes: int, size_bytes: int, pin: object) -> torch.Tensor:
-        """The bytes as a tensor whose storage holds ``pin``."""
+        """The bytes as a tensor of one dimension whose storage holds ``pin``."""
         if self._array is None:
             piece = _CudaPiece(self.address + offset_bytes, size_bytes, pin)
             return torch.as_tensor(piece, device=self.device)
         return torch.from_numpy(self._piece(offset_bytes, size_bytes, pin))
+
+    def tensor(
+        self, offset_bytes: int, dtype: torch.dtype, sizes: tuple[int, ...], pin: object
+    ) -> torch.Tensor:
+        """A tensor whose storage holds ``pin``. It is no view: a view's base would keep the storage for it
+        even after its data was set to another."""
+        kind = _NUMPY_DTYPES.get(dtype)
+        if self._array is not None and kind is not None:
+            piece = np.ndarray.__new__(_CpuPiece, sizes, kind, self._array, offset_bytes)
+            piece.pin = pin
+            return torch.from_numpy(piece)
+        whole = self.view(offset_bytes, math.prod(sizes) * dtype.itemsize, pin)
+        bare: Any = torch.empty(0, dtype=dtype, device=self.device)
+        tensor: torch.Tensor = bare.set_(whole.untyped_storage(), 0, sizes)
+        return tensor
 
     def buffer(self, offset_bytes: int, size_bytes: int, pin: object) -> memoryview:
         """The bytes for Python's buffer protocol.
@@ -137,17 +164,10 @@ def elements(shape: int | tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[in
         UsageError: a negative or fractional size.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
-        raise UsageError(f"shape {shape!r} is not a shape: whole numbers from 0")
+    for size in sizes:
+        if type(size) is not int or size < 0:
+            raise UsageError(f"shape {shape!r} is not a shape: whole numbers from 0")
     return sizes, math.prod(sizes) * dtype.itemsize
-
-
-def shaped(whole: torch.Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """A tensor over a storage. Unlike a view it has no base, which would keep the storage for it even after
-    its data was set to another."""
-    bare: Any = torch.empty(0, dtype=dtype, device=whole.device)
-    tensor: torch.Tensor = bare.set_(whole.untyped_storage(), 0, sizes)
-    return tensor
 
 
 def _take(size_bytes: int, device: torch.device) -> tuple[torch.Tensor, object]:

@@ -6,25 +6,12 @@ import difflib
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from memfit.allocators import ALLOCATORS
+from memfit.allocators import ALLOCATORS, AddressSpaceConfig
 from memfit.allocators.base import BaseAllocator
 from memfit.core.errors import UsageError
 
 PolicyName: TypeAlias = str | type[BaseAllocator]
 """A key of `ALLOCATORS`, or a subclass of `BaseAllocator`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
-    """What a policy of a pool is made with.
-
-    Attributes:
-        total_bytes: the address space it places blocks in.
-        alignment_bytes: every size that it is asked for is a multiple of this, and so must every offset be.
-    """
-
-    total_bytes: int
-    alignment_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +30,7 @@ class Policy:
 
     def over(self, total_bytes: int, alignment_bytes: int) -> BaseAllocator:
         """The policy over an empty address space."""
-        return self.kind(PolicyConfig(total_bytes=total_bytes, alignment_bytes=alignment_bytes))
+        return self.kind(AddressSpaceConfig(total_bytes=total_bytes, alignment_bytes=alignment_bytes))
 
 
 def find_policy(wanted: PolicyName) -> Policy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from memfit.pools.arena import Arena
 from memfit.pools.compaction import Defragmentation
 from memfit.pools.handles import MemoryHandle, Pin
 from memfit.pools.holdings import Ended, Holder, Holding, holders_of
-from memfit.pools.memory import ALIGNMENTS_BYTES, NoSystemMemory, elements, shaped, usable_device
+from memfit.pools.memory import ALIGNMENTS_BYTES, NoSystemMemory, elements, usable_device
 from memfit.pools.plans import PlannedPolicy, Recorder, StepPlan
 from memfit.pools.poison import Poison
 from memfit.pools.policies import PolicyName, find_policy
@@ -78,6 +79,7 @@ class MemoryPool:
         sizes = PoolSizes.read(pool_size, chunk_size, max_size, alignment_bytes=alignment_bytes)
         self._stream = PoolStream(self.device)
         self._lock = threading.Lock()
+        self._open = _Open(self)
         self._ended = Ended(self._settle_if_idle)
         self._arena = Arena(
             name=name,
@@ -103,7 +105,7 @@ class MemoryPool:
         """
         requested = size if type(size) is int and size >= 0 else parse_bytes(size)
         site = calling_site()
-        with self._open():
+        with self._open:
             lease = self._arena.take(requested, site)
         return MemoryHandle(self, lease, requested, site)
 
@@ -120,11 +122,10 @@ class MemoryPool:
         """As `empty`, with the pool's record of the block."""
         sizes, size_bytes = elements(shape if isinstance(shape, int) else tuple(shape), dtype)
         site = calling_site()
-        with self._open():
+        with self._open:
             pin = self._arena.take(size_bytes, site).new_pin()
         holding = pin.lease.holding
-        whole = holding.chunk.memory.view(holding.offset_bytes, size_bytes, pin)
-        return shaped(whole, dtype, sizes), holding
+        return holding.chunk.memory.tensor(holding.offset_bytes, dtype, sizes, pin), holding
 
     def deallocate(self, handle: MemoryHandle) -> None:
         """Take a block back. Tensors and buffers that look into it stay valid: the block is free when the
@@ -135,7 +136,7 @@ class MemoryPool:
         """
         if handle._pool is not self:
             raise UsageError(f"{handle!r} is of {handle._pool!r}, not of {self!r}")
-        with self._open():
+        with self._open:
             lease = handle._lease
             if lease is None:
                 raise UsageError(
@@ -156,7 +157,7 @@ class MemoryPool:
         """
         arena = self._arena
         wanted = arena.whole_units(parse_bytes(size))
-        with self._open():
+        with self._open:
             room = arena.room_bytes()
             if room is not None and wanted > room:
                 raise arena.out_of_memory(wanted)
@@ -176,14 +177,14 @@ class MemoryPool:
             The bytes given back.
         """
         kept = parse_bytes(keep, what="keep")
-        with self._open():
+        with self._open:
             self._arena.settle()
             return self._arena.chunks.drop_empty(keeping_bytes=kept)
 
     def defragment(self) -> Defragmentation:
         """Move blocks together so that what is free is in one piece. Handles give the new place from now on;
         a block that a tensor looks into stays where it is."""
-        with self._open(), self._stream.current():
+        with self._open, self._stream.current():
             self._arena.settle()
             return self._arena.defragment()
 
@@ -236,7 +237,7 @@ class MemoryPool:
             UsageError: another recording is under way.
         """
         arena, recorder = self._arena, Recorder()
-        with self._open():
+        with self._open:
             if arena.recorder is not None:
                 raise UsageError(f"{self.name} is recording a step already: end that recording first")
             arena.settle()
@@ -262,7 +263,7 @@ class MemoryPool:
         arena = self._arena
         found = plan if isinstance(plan, StepPlan) else StepPlan.of(plan)
         policy = PlannedPolicy(found, alignment_bytes=arena.alignment_bytes)
-        with self._open():
+        with self._open:
             arena.settle()
             return ServedPlan(self, policy, arena.serve(policy))
 
@@ -272,10 +273,10 @@ class MemoryPool:
 
     # What handles ask for.
 
-    def view_of(self, handle: MemoryHandle, size_bytes: int) -> torch.Tensor:
-        """The first bytes of a handle's block, as a tensor that keeps the block."""
+    def tensor_of(self, handle: MemoryHandle, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+        """A tensor over the first bytes of a handle's block, which keeps the block."""
         holding, pin = self._pinned(handle)
-        return holding.chunk.memory.view(holding.offset_bytes, size_bytes, pin)
+        return holding.chunk.memory.tensor(holding.offset_bytes, dtype, sizes, pin)
 
     def buffer_of(self, handle: MemoryHandle) -> memoryview:
         """All bytes of a handle's block, as a buffer that keeps the block."""
@@ -284,7 +285,7 @@ class MemoryPool:
 
     def record_stream(self, handle: MemoryHandle, stream: Any) -> None:
         """See `MemoryHandle.record_stream`."""
-        with self._open():
+        with self._open:
             holding = handle.lease().holding
             holding.streams = [*(holding.streams or []), stream]
 
@@ -294,19 +295,6 @@ class MemoryPool:
             lease = handle.lease()
             return lease.holding, lease.new_pin()
 
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[None]:
-        """The lock, with the pool's stream current.
-
-        Raises:
-            UsageError: the pool is closed, or another stream is current.
-        """
-        self._stream.check()
-        with self._lock:
-            if self.closed:
-                raise UsageError(f"{self.name} is closed: its memory has been given back")
-            yield
-
     def _settle_if_idle(self) -> None:
         """A lease has died: take its block back, unless the pool is at work, which will do so itself."""
         if self._lock.acquire(blocking=False):
@@ -314,3 +302,27 @@ class MemoryPool:
                 self._arena.settle()
             finally:
                 self._lock.release()
+
+
+class _Open:
+    """The lock of a pool that is open, with its stream current; one for all `with` blocks of the pool.
+
+    Raises:
+        UsageError: the pool is closed, or another stream is current.
+    """
+
+    def __init__(self, pool: MemoryPool) -> None:
+        self._pool = weakref.ref(pool)
+        self._lock = pool._lock
+        self._stream = pool._stream
+
+    def __enter__(self) -> None:
+        self._stream.check()
+        self._lock.acquire()
+        pool = self._pool()
+        if pool is None or pool.closed:
+            self._lock.release()
+            raise UsageError(f"{pool.name if pool else 'the pool'} is closed: its memory has been given back")
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()

@@ -49,14 +49,15 @@ class InFlight:
     def __init__(self) -> None:
         self._waiting: list[tuple[list[Any], Holding]] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
     def add(self, holding: Holding, streams: list[Any]) -> None:
         """Keep a block until all that its streams have been given by now is done."""
         self._waiting.append(([stream.record_event() for stream in streams], holding))
 
     def take_done(self) -> list[Holding]:
         """Those whose streams have passed."""
-        if not self._waiting:
-            return []
         done, waiting = [], []
         for events, holding in self._waiting:
             if all(event.query() for event in events):
