@@ -57,9 +57,15 @@ def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "gradient of head.weight" in verified.differences
 
 
-def test_batch_norm_seen_by_micro_batches_is_not_within_tolerance() -> None:
+def test_an_approximate_plan_has_its_error_stated() -> None:
     settings: list[Settings] = [{"technique": "micro_batching", "micro_batches": 2}]
-    assert compare(tiny_models.cnn(), settings, "approximate").passed is False
+    verified = compare(tiny_models.cnn(), settings, "approximate")
+    assert verified.passed is None
+    assert verified.max_relative_error is not None
+    assert verified.max_relative_error > 0
+    assert verified.reason is not None
+    assert "approximate by choice" in verified.reason
+    assert compare(tiny_models.cnn(), settings, "reordered").passed is False
 
 
 def test_a_workload_that_cannot_run_on_the_cpu_says_why() -> None:

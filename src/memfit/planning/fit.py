@@ -17,10 +17,11 @@ from memfit.core.units import format_bytes, parse_bytes
 from memfit.dryrun.worker import Worker
 from memfit.planning.bench import Oracle, Try
 from memfit.planning.bound import lower_bound
+from memfit.planning.explore import Progress
 from memfit.planning.figures import Settings, StepFigures, Verified
 from memfit.planning.oracle import Engine, open_oracle, preload
 from memfit.planning.plan import FitResult
-from memfit.planning.search import Outcome, Progress, Search, recompute_percent
+from memfit.planning.search import Outcome, Search, recompute_percent
 
 if TYPE_CHECKING:
     from memfit.core.workload import Workload
