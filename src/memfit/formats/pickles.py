@@ -62,16 +62,17 @@ def read(content: Content) -> Recording:
                 f"{content.name} was given up after {most:.0f} s; it is no usual snapshot"
             ) from error
         if done.returncode != 0:
-            raise InputError(_ended(content, done.returncode, done.stderr))
+            raise InputError(_ended(content, done.returncode, done.stderr, Path(folder)))
         return transfer.load(Path(folder))
 
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def _ended(content: Content, code: int, errors: bytes) -> str:
-    if code == InputError.exit_code:
-        return errors.decode("utf-8", "replace").strip()
+def _ended(content: Content, code: int, errors: bytes, folder: Path) -> str:
+    reason = folder / transfer.REASON_FILE
+    if code == InputError.exit_code and reason.exists():
+        return " ".join(reason.read_text(encoding="utf-8").split())
     if code < 0:
         return f"{content.name} is refused: it crashed the process that read it (signal {-code})"
     last = errors.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"code {code}"]

@@ -1,7 +1,7 @@
 """The process that unpickles: bounded memory, one file in, plain columns and JSON out.
 
-Run as ``python -m memfit.formats.reader_process REQUEST``; ends with the exit code of `InputError` and one
-line on stderr where the file is refused.
+Run as ``python -m memfit.formats.reader_process REQUEST``; ends with the exit code of `InputError` where the
+file is refused, with the reason in a file (stderr may have lines of the interpreter's own).
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from memfit.formats.snapshots import from_value
 def main() -> int:
     """Read the file that the request on the command line names."""
     request = json.loads(sys.argv[1])
-    path, name = Path(request["path"]), request["name"]
+    path, name, folder = Path(request["path"]), request["name"], Path(request["folder"])
     size = path.stat().st_size
     bound_memory(ALWAYS_ALLOWED_BYTES + BYTES_PER_FILE_BYTE * size)
     gc.disable()  # nothing of a snapshot is garbage before the end, and looking for it takes half of the time
     try:
         with open(path, "rb") as file:
             value = load_plain(file, name)
-        transfer.save(from_value(value, name=name, size_bytes=size), Path(request["folder"]))
+        transfer.save(from_value(value, name=name, size_bytes=size), folder)
     except InputError as error:
-        sys.stderr.write(str(error))
-        return InputError.exit_code
+        return _refuse(folder, str(error))
     except (MemoryError, RecursionError):
-        sys.stderr.write(f"{name} is refused: it wants far more memory than a snapshot of its size")
-        return InputError.exit_code
+        return _refuse(folder, f"{name} is refused: it wants far more memory than a snapshot of its size")
     return 0
+
+
+def _refuse(folder: Path, reason: str) -> int:
+    (folder / transfer.REASON_FILE).write_text(reason, encoding="utf-8", errors="replace")
+    return InputError.exit_code
 
 
 def bound_memory(more_bytes: int) -> None:

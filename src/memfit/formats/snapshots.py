@@ -45,8 +45,13 @@ def from_value(value: Any, *, name: str, size_bytes: int) -> Recording:
     if not isinstance(value, Mapping) or not ("segments" in value or "device_traces" in value):
         raise InputError(f"{name} is not a memory snapshot: it has neither segments nor device_traces")
     reader = _Reader(name, size_bytes)
-    segments = reader.segments(value.get("segments") or [])
-    traces = listed(value.get("device_traces") or [], f"{name}: device_traces")
+    segments = reader.segments(value.get("segments", []))
+    traces = listed(value.get("device_traces", []), f"{name}: device_traces")
+    if not segments and not any(traces):
+        raise InputError(
+            f"{name} is an empty memory snapshot: it has no segments and no events "
+            "(taken before the first CUDA tensor, or in another process?)"
+        )
     device = _busiest(segments, traces, name, reader.notes)
     events = listed(traces[device], f"{name}: device_traces[{device}]") if device < len(traces) else []
     own = tuple(segment for of, segment in segments if of == device)

@@ -14,6 +14,7 @@ from memfit.core.trace import COLUMNS, Trace
 
 COLUMNS_FILE = "columns.npz"
 HEAD_FILE = "recording.json"
+REASON_FILE = "reason.txt"
 
 
 def save(recording: Recording, folder: Path) -> None:
