@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +22,7 @@ from memfit.allocators.validate import packing_problem
 from memfit.core.errors import InputError, UsageError
 from memfit.core.trace import Action, TraceBuilder
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CAPACITY_BYTES = 1_048_576
 
 GAP = [(1, 4, 2), (0, 3, 2), (4, 6, 3), (0, 1, 3), (3, 4, 1), (5, 6, 2), (3, 5, 1), (1, 2, 1), (2, 5, 1)]
@@ -210,3 +215,18 @@ def test_the_published_problems_fit_their_capacity(shared_folder: Path, name: st
     lifetimes = read_lifetimes(shared_folder / "truth" / "minimalloc" / f"{name}.{CAPACITY_BYTES}.csv")
     packing = pack(lifetimes, capacity_bytes=CAPACITY_BYTES, effort=50_000)
     assert packing_problem(lifetimes, packing.offsets.tolist(), capacity_bytes=CAPACITY_BYTES) is None
+
+
+def test_recorded_traces_pack_within_one_percent_of_their_live_peak(shared_folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "packing.py"), "traces", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"MEMFIT_SHARED": str(shared_folder)},
+    )
+    rows = json.loads(done.stdout)
+    assert len(rows) >= 6
+    for row in rows:
+        assert row["problem"] is None
+        assert 0 <= row["excess_percent"] < 1, row

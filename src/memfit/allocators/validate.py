@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from memfit.allocators.base import Block
 from memfit.allocators.lifetimes import Lifetimes
 
@@ -31,12 +33,13 @@ def packing_problem(
             return f"block {index} at {offset} is not aligned to {alignment_bytes}"
         if capacity_bytes is not None and offset + size > capacity_bytes:
             return f"block {index} ends at {offset + size}, above the capacity {capacity_bytes}"
+    start = np.array(offsets, dtype=np.int64)
+    end = start + lifetimes.size_bytes
     for one, (lower, upper, size, offset) in enumerate(blocks):
-        for other in range(one):
-            lower_2, upper_2, size_2, offset_2 = blocks[other]
-            lives_together = lower < upper_2 and lower_2 < upper
-            if lives_together and offset < offset_2 + size_2 and offset_2 < offset + size:
-                return f"blocks {other} and {one} live at the same time and overlap"
+        lives_together = (lifetimes.lower[:one] < upper) & (lower < lifetimes.upper[:one])
+        overlaps = lives_together & (start[:one] < offset + size) & (offset < end[:one])
+        if overlaps.any():
+            return f"blocks {int(overlaps.argmax())} and {one} live at the same time and overlap"
     return None
 
 
