@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,8 @@ def test_weights_that_are_repacked_slightly_larger(run: Run, shared_folder: Path
     assert "max_split_size_mb:20" in " ".join(value["advice"]["sentences"])
     code, out, _ = run(*words, "--set", "max_split_size_mb=20")
     assert code == 0
-    # PyTorch counts a retry where it gave back the whole cache, not where it freed large blocks first: its own
-    # allocator, run on this trace, says 0; the case counts the 17 times that it freed some.
+    # PyTorch counts a retry where it gave back the whole cache, not where it freed large blocks first: its
+    # own allocator, run on this trace, says 0; the case counts the 17 times that it freed some.
     check_outcome(json.loads(out), {**right["expected"]["max_split_size_mb:20"], "retries": 0})
 
 
@@ -236,6 +237,18 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(run: Run, pinned: Path
         assert words in text
     assert "1 segments after event 0" in text
     assert "expandable_segments:True" in text
+
+
+def test_the_example(
+    run: Run, pinned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = Path(__file__).parents[2] / "examples" / "replay_snapshot.py"
+    for words in ([], [str(pinned)]):
+        monkeypatch.setattr("sys.argv", ["replay_snapshot.py", *words])
+        runpy.run_path(str(example), run_name="__main__")
+        out = capsys.readouterr().out
+        assert "live at most:     103.00 MiB" in out or words
+        assert "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in out
 
 
 def test_the_segments_at_an_event(run: Run, pinned: Path) -> None:

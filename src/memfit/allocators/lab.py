@@ -34,6 +34,8 @@ from memfit.core.trace import Trace
 SCHEMA_VERSION = 1
 UNLIMITED_BYTES = 1 << 42
 """The device of a replay without a capacity: 4 TiB."""
+MOST_COMPARED_EVENTS = 300_000
+"""Beyond this the textbook policies are run only where they are named: they would take minutes."""
 CACHING = "caching"
 
 Progress = Callable[[str, int, int], None]
@@ -291,6 +293,12 @@ class _Lab:
     def report(self, policies: Iterable[str], compare: bool, layouts_at: Iterable[int]) -> Replay:
         wanted = tuple(policies)
         names = list(_policy_names(wanted))
+        if wanted == ("all",) and len(self._program.rows) > MOST_COMPARED_EVENTS:
+            names = []
+            self._warnings += (
+                f"With more than {MOST_COMPARED_EVENTS:,} events the textbook policies are left out; "
+                "name one to run it.",
+            )
         selected = None
         chosen = [candidate for candidate in CANDIDATES if self._tried(candidate)] if compare else []
         total = 2 + len(chosen) + len(names)

@@ -24,8 +24,8 @@ KINDS = {
     "memfit-trace": "memfit trace",
 }
 SPARKS = "▁▂▃▄▅▆▇█"
-SPARK_COLUMNS = 60
-MAP_COLUMNS = 64
+SPARK_COLUMNS = 64
+MAP_COLUMNS = 48
 MOST_SEGMENTS = 12
 MOST_PINNED = 5
 WORST_PINNED_SHARE = 0.2
