@@ -3,8 +3,8 @@
     python benchmarks/pools.py            both tables, as Markdown
     python benchmarks/pools.py --json     the figures
 
-Times are ratios of what was measured in turns in one run: a block is allocated, written and freed by the pool,
-by the system (mmap, as cudaMalloc is for a GPU), and by the C library, itself a pool, that torch asks on a CPU.
+Times are ratios of what was measured in turns in one run: a block is allocated, written and freed by the
+pool, by the system (mmap, as cudaMalloc is for a GPU), and by the C library, itself a pool, that torch asks.
 The traces are recordings of real GPU jobs; MEMFIT_SHARED names their folder (else ../shared).
 """
 
@@ -33,7 +33,7 @@ SIZES_BYTES = (4 * KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB)
 TURNS = 7
 SPACE_BYTES = 1 << 40
 ALIGNMENT_BYTES = 512
-STATIC = ("first_fit", "best_fit", "worst_fit", "next_fit", "buddy", "tlsf")
+STATIC = ("first_fit", "best_fit", "buddy", "tlsf")
 
 
 def against_the_system(policy: Any) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def in_turns(ways: dict[str, Callable[[], torch.Tensor]], *, repeats: int) -> di
 
 
 def read_operations(path: Path) -> list[tuple[int, int]]:
-    """``(block, size)`` for an allocation, ``(block, 0)`` for a free; without blocks from before the trace."""
+    """``(block, size)`` for an allocation, ``(block, 0)`` for a free; none from before the trace."""
     content = json.loads(gzip.decompress(path.read_bytes()))
     operations: list[tuple[int, int]] = []
     block_at: dict[int, int] = {}

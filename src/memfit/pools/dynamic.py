@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from memfit.allocators.base import BaseAllocator, Block, OutOfMemory
 from memfit.core.errors import UsageError
 from memfit.pools.gaps import Gaps
+from memfit.pools.repeats import PlannedSteps, repeated_step
 
 FIRST_LOOK = 512
 """Operations before the first look back; each look comes after twice as many."""
@@ -89,6 +90,9 @@ class DynamicAllocation(BaseAllocator):
     the one that would have needed the least places blocks from then on. Looks come after twice as many
     operations each, so they cost little per operation. Blocks never move: manners share one set of gaps.
 
+    Where the history ends in a step that was the same twice, its blocks are packed ahead, and the steps that
+    follow are served from these places; blocks that a step has no place for go where they always went.
+
     Args:
         config: with ``total_bytes`` (128 TiB without) and ``alignment_bytes`` (1 without).
 
@@ -118,6 +122,7 @@ class DynamicAllocation(BaseAllocator):
         self._next_look = FIRST_LOOK
         self._before = self._gaps.copy()
         self._out_before: dict[int, tuple[int, int]] = {}
+        self._steps = PlannedSteps(self._gaps)
         self._requested = self._allocated = 0
         self._peaks = [0, 0]
         self._sums = [0, 0]
@@ -131,11 +136,10 @@ class DynamicAllocation(BaseAllocator):
         """
         if size_bytes < 0:
             raise UsageError(f"allocate({size_bytes}): a size cannot be negative")
-        size = rounded(size_bytes, self.manner.classes, self._alignment_bytes)
-        start = place(self._gaps, size, self.manner.fit, self._lifetimes)
-        if start is None and self.manner.classes:
-            size = rounded(size_bytes, 0, self._alignment_bytes)
-            start = place(self._gaps, size, self.manner.fit, self._lifetimes)
+        size = rounded(size_bytes, 0, self._alignment_bytes)
+        start = self._steps.place(self._next_id, size)
+        if start is None:
+            start, size = self._place(size_bytes, size)
         if start is None:
             raise OutOfMemory(
                 requested_bytes=size_bytes,
@@ -169,7 +173,8 @@ class DynamicAllocation(BaseAllocator):
             raise UsageError(f"block {block.block_id} is not out: freed twice, or of another allocator")
         del self._out[block.block_id]
         start, size, born = entry
-        self._gaps.give_back(start, size)
+        if not self._steps.give_back(block.block_id, start):
+            self._gaps.give_back(start, size)
         self._lifetimes.saw(size, self.operations - born)
         self._requested -= block.requested_bytes
         self._allocated -= size
@@ -184,7 +189,27 @@ class DynamicAllocation(BaseAllocator):
             "reserved_bytes": {"all": [gaps.top_bytes, gaps.peak_bytes, gaps.peak_bytes, 0]},
             "manner": str(self.manner),
             "manner_changes": len(self.changes),
+            "planned_bytes": self._steps.planned_bytes,
         }
+
+    def _place(self, size_bytes: int, size: int) -> tuple[int | None, int]:
+        """Where a block goes that no step has a place for, and its size, in the current manner. Before there
+        is no room, sizes are not rounded to classes, and the memory of a planned step is given up."""
+        manner, gaps = self.manner, self._gaps
+        in_class = rounded(size_bytes, manner.classes, self._alignment_bytes)
+        if (
+            self._steps.at_work
+            and gaps.top_bytes + in_class > gaps.peak_bytes
+            and gaps.best(in_class) is None
+        ):
+            self._steps.give_up()  # what is asked for besides the step is more than its memory saves
+        start = place(self._gaps, in_class, manner.fit, self._lifetimes)
+        if start is not None:
+            return start, in_class
+        start = place(self._gaps, size, manner.fit, self._lifetimes)
+        if start is None and self._steps.give_up():
+            start = place(self._gaps, size, manner.fit, self._lifetimes)
+        return start, size
 
     def _count(self, requested_bytes: int, size_bytes: int) -> None:
         self._requested += requested_bytes
@@ -198,6 +223,11 @@ class DynamicAllocation(BaseAllocator):
 
     def _saw(self, block_id: int, size_bytes: int) -> None:
         self.operations += 1
+        if self._steps.at_work:
+            return
+        if self._steps.ended:
+            self._begin_history(FIRST_LOOK)  # what is out by now includes this operation
+            return
         self._history.append((block_id, size_bytes))
         if len(self._history) >= self._next_look:
             self._look_back()
@@ -205,9 +235,20 @@ class DynamicAllocation(BaseAllocator):
     def _look_back(self) -> None:
         if self._gaps.peak_bytes > (1 + GOOD_ENOUGH) * self._peaks[0]:
             self._choose()
+            self._find_step()
         self._next_look *= 2
         if self._next_look > LONGEST_HISTORY:
-            self._begin_history()
+            self._begin_history(LONGEST_HISTORY)
+
+    def _find_step(self) -> None:
+        """If the history ends in a step that repeats, have the next ones served from places packed ahead."""
+        exact = [
+            (block, size if size < 0 else rounded(size, 0, self._alignment_bytes))
+            for block, size in self._history
+        ]
+        step = repeated_step(exact, self._alignment_bytes, self._steps.shortest)
+        if step is not None:
+            self._steps.await_step(step, seen=sum(size >= 0 for _, size in exact))
 
     def _choose(self) -> None:
         """Which manner would have needed the least? Change to it, if it is worth it."""
@@ -217,10 +258,11 @@ class DynamicAllocation(BaseAllocator):
             self.manner = chosen
             self.changes.append(Change(self.operations, chosen))
 
-    def _begin_history(self) -> None:
+    def _begin_history(self, next_look: int) -> None:
         """Forget: what is out now is how it begins, and peaks count from here."""
+        self._steps.ended = False
         self._history.clear()
-        self._next_look = LONGEST_HISTORY
+        self._next_look = next_look
         self._before = self._gaps.copy()
         self._out_before = {block: (start, size) for block, (start, size, _) in self._out.items()}
 

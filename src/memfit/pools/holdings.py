@@ -177,7 +177,7 @@ class OutOfPoolMemory(OutOfMemory):
             allocated_bytes=allocated_bytes,
         )
         self.free_bytes = self.limit_bytes - allocated_bytes
-        self.largest_free_bytes = largest_free_bytes
+        self.largest_free_bytes: int = largest_free_bytes
         self.holders = holders
         refusal = (
             "the device has no more" if limit_bytes is None else f"of a limit of {format_bytes(limit_bytes)}"
