@@ -79,6 +79,13 @@ def restore(allocator: CachingAllocator, snapshot: Snapshot) -> dict[int, Chunk]
     return in_use
 
 
+def give_back_segment(allocator: CachingAllocator, region: Region) -> None:
+    """Give one segment back to the device, if nothing in it is in use."""
+    chunk = region.first
+    if chunk.state == FREE and chunk.next is None and not region.page_bytes:
+        allocator._give_back(chunk)
+
+
 def _home(allocator: CachingAllocator, segment: Segment) -> FreeList:
     small = segment.pool == "small"
     known = allocator._lists.get((segment.stream, small))

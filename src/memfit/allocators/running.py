@@ -13,7 +13,7 @@ from memfit.allocators.base import OutOfMemory
 from memfit.allocators.caching import CachingAllocator
 from memfit.allocators.chunks import Chunk
 from memfit.allocators.replay import SegmentLayout, segments_of
-from memfit.allocators.restoring import RecordedDevice, restore
+from memfit.allocators.restoring import RecordedDevice, give_back_segment, restore
 from memfit.core.recording import Recording
 from memfit.core.snapshot import Snapshot
 from memfit.core.trace import NO_BLOCK, Action, Trace
@@ -23,6 +23,7 @@ Bytes = npt.NDArray[np.int64]
 _ALLOC, _FREE, _OOM = int(Action.ALLOC), int(Action.FREE), int(Action.OOM)
 _RECORD, _SYNC = int(Action.RECORD_STREAM), int(Action.SYNC)
 _EMPTY, _RESET = int(Action.EMPTY_CACHE), int(Action.RESET_PEAK)
+_GIVEN_BACK = (int(Action.SEGMENT_FREE), int(Action.SEGMENT_UNMAP))
 
 
 class Row(NamedTuple):
@@ -191,6 +192,7 @@ class _CachingRun:
         self._detailed, self._stop, self._layouts_at = detailed, stop, layouts_at
         self._last = -1
         self._ended = False
+        self._exact = False
         self._chunks: dict[int, Chunk] = {}
         self._placements: list[tuple[int, int]] = []
         self._reserved: list[tuple[int, int]] = []
@@ -231,6 +233,7 @@ class _CachingRun:
 
     def _begin(self, exact_start: bool) -> None:
         program, allocator = self._program, self._allocator
+        self._exact = exact_start
         blocks = program.before
         if exact_start and program.new_segments:
             allocator.device = RecordedDevice(allocator.config.total_bytes, program.new_segments)
@@ -297,10 +300,25 @@ class _CachingRun:
             allocator.empty_cache()
         elif action == _RESET:
             allocator.stats_book.reset_peaks()
+        elif action in _GIVEN_BACK:
+            self._given_back(index, action, size)
         elif action == _OOM and size:  # it failed in the run; whether it does here is the question
             chunk = self._malloc(index, NO_BLOCK, size, stream)
             if chunk is not None and index not in self._program.kept_to_end:
                 allocator.free(chunk)
+
+    def _given_back(self, index: int, action: int, size: int) -> None:
+        """Segments went back to the device in the run: because the program called ``empty_cache``, or the
+        allocator was at a limit. In the recorded run just those go; in others the whole cache does, once."""
+        if self._exact and action == _GIVEN_BACK[0]:
+            address = int(self._program.addresses[index])
+            for region in self._allocator.regions.values():
+                if region.address == address and region.size == size:
+                    give_back_segment(self._allocator, region)
+                    return
+        rows = self._program.rows
+        if index == 0 or rows[index - 1].action not in _GIVEN_BACK:
+            self._allocator.empty_cache()
 
     def _note_totals(self) -> None:
         allocator = self._allocator

@@ -24,7 +24,15 @@ def write_result(
     """Write the result, and the trace and snapshot if they were asked for, to where the launcher looks for
     them."""
     gpu = spec["gpu"]
-    history = probe.history({"gpu": gpu["key"], "torch": torch.__version__, "command": spec["command"]})
+    conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    history = probe.history(
+        {
+            "gpu": gpu["key"],
+            "torch": torch.__version__,
+            "command": spec["command"],
+            "allocator_settings": conf,
+        }
+    )
     if spec["trace"]:
         history.trace.save(spec["trace"])
     if spec["snapshot"]:

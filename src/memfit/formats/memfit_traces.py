@@ -30,7 +30,17 @@ def read(content: Content) -> Recording:
     unknown = int(((trace.action == Action.FREE) & (trace.block == NO_BLOCK)).sum())
     if unknown:
         notes.append(f"{unknown} frees are of blocks from before the trace begins; they are left out.")
-    return Recording(trace=trace, total_bytes=_capacity(trace), kind=KIND, notes=tuple(notes))
+    return Recording(
+        trace=trace, total_bytes=_capacity(trace), settings=_settings(trace), kind=KIND, notes=tuple(notes)
+    )
+
+
+def _settings(trace: Trace) -> str:
+    """The allocator's settings, where the trace says them; mapped pages tell of expandable segments."""
+    text = trace.meta.get("allocator_settings")
+    if isinstance(text, str):
+        return text[:1000]
+    return "expandable_segments:True" if bool((trace.action == Action.SEGMENT_MAP).any()) else ""
 
 
 def _capacity(trace: Trace) -> int | None:
