@@ -19,7 +19,7 @@ from memfit.allocators.settings import BLOCK_BYTES
 from memfit.core.errors import UsageError
 from memfit.core.trace import Action
 
-MOST_SEARCHED_EVENTS = 12_000
+MOST_SEARCHED_EVENTS = 20_000
 """Beyond this the least memory of a policy is not searched for: that takes a dozen runs."""
 ROOM = 4
 """Without a capacity and a search, a policy gets so many times the live peak."""
