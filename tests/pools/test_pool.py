@@ -421,8 +421,20 @@ class Outside(NaiveFirstFit):
         self.total_bytes *= 2
 
 
+class NoBlock(NaiveFirstFit):
+    """Wrong: an address is not a block."""
+
+    def allocate(self, size: int) -> Block:  # type: ignore[override]
+        return 4096  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
-    ("wrong", "message"), [(Overlapping, "lies on the block"), (Outside, "lies outside")]
+    ("wrong", "message"),
+    [
+        (NoBlock, "gave 4096, which is no Block"),
+        (Overlapping, "lies on the block"),
+        (Outside, "lies outside"),
+    ],
 )
 def test_a_policy_that_is_wrong_is_found_out(make_pool: Maker, wrong: Any, message: str) -> None:
     pool = make_pool("1MiB", max_size="1MiB", allocation_policy=wrong)

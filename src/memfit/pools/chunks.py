@@ -81,6 +81,11 @@ class Places:
         Raises:
             ToolFailure: it lies outside, on top of another, out of alignment, or is too small.
         """
+        if not isinstance(block, Block):
+            raise ToolFailure(
+                f"the allocation policy {self._policy_name} is wrong: for {asked_bytes} bytes it gave"
+                f" {block!r}, which is no Block"
+            )
         start, end = block.offset_bytes, block.offset_bytes + block.size_bytes
         index = bisect_right(self._starts, start)
         fault = self._fault(start, end, asked_bytes, index)
