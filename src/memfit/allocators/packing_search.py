@@ -210,8 +210,7 @@ class Descent:
                 return
         self.failures[section] += 1
 
-    @staticmethod
-    def _valley(floor: Column, slack: Column, failures: npt.NDArray[np.float64]) -> int:
+    def _valley(self, floor: Column, slack: Column, failures: npt.NDArray[np.float64]) -> int:
         """The section to go on with, among those whose floor is lower than to both sides of its level."""
         starts = np.concatenate(([0], np.flatnonzero(floor[1:] != floor[:-1]) + 1))
         level = floor[starts]
@@ -220,7 +219,10 @@ class Descent:
         is_valley[:-1] &= level[:-1] < level[1:]
         widths = np.diff(np.append(starts, len(floor)))
         sections = np.flatnonzero(np.repeat(is_valley, widths))
-        return int(sections[(slack[sections] / failures[sections]).argmin()])
+        # A little slack for all, so that among the many without any the failures decide: of 33 variants of
+        # the published problems, 5 instead of 1 were not solved in 60,000 nodes without it.
+        urgency = failures[sections] / (slack[sections] + self.capacity_bytes / 256)
+        return int(sections[urgency.argmax()])
 
     def _placements(
         self, state: _State, task: _Task, depth: int, on_floor: list[int], height: int
