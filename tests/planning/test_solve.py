@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 
 import pytest
@@ -79,6 +80,17 @@ def test_equal_blocks_keep_less_first() -> None:
     solution = solve(problem, 35 * 2**20)
     assert solution is not None
     assert solution.choice == (1, 1, 1, 0, 0, 0)
+
+
+def test_the_solver_leaves_standard_output_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its C code prints what it likes; what we print before and after stays in order."""
+    from memfit.planning import highs
+
+    print("before")
+    with highs._standard_output_aside():
+        ctypes.CDLL(None).puts(b"chatter")
+    print("after")
+    assert capfd.readouterr().out.split() == ["before", "after"]
 
 
 def test_pareto_keeps_the_ends_and_drops_what_is_beaten() -> None:

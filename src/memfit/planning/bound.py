@@ -28,10 +28,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import coo_array
 
 from memfit.capture.graph import Op, StepGraph
+from memfit.planning.highs import minimise
 
 MOMENTS = 6
 MOST_NODES = 100
@@ -141,11 +142,11 @@ class _Program:
         width = len(self.storages) + len(self.operators)
         low = np.zeros(width)
         low[list(self.held)] = 1.0
-        result = milp(
+        result = minimise(
             np.concatenate([np.zeros(len(self.storages)), self.costs / scale]),
-            constraints=self._constraint(room),
-            integrality=np.full(width, int(integral)),
+            constraint=self._constraint(room),
             bounds=Bounds(low, 1.0),
+            integral=integral,
             options={"mip_rel_gap": 0.005, "node_limit": MOST_NODES, "time_limit": time_limit_seconds},
         )
         if result.status == 2:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import coo_array
 
+from memfit.planning.highs import minimise
 from memfit.planning.problem import Option, Problem, pareto_options
 
 RELATIVE_GAP = 0.005
@@ -75,11 +76,11 @@ def solve(
     _add_choices(rows, groups)
     _add_order(rows, groups)
     _add_memory(rows, groups, problem, budget_bytes)
-    result = milp(
+    result = minimise(
         _costs(groups),
-        constraints=rows.constraint(_width(groups)),
-        integrality=np.ones(_width(groups)),
+        constraint=rows.constraint(_width(groups)),
         bounds=Bounds(0, np.repeat([len(g.positions) for g in groups], [len(g.options) for g in groups])),
+        integral=True,
         options={"mip_rel_gap": RELATIVE_GAP, "node_limit": MOST_NODES, "time_limit": time_limit_seconds},
     )
     if result.x is None:
