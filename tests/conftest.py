@@ -14,6 +14,9 @@ import pytest
 
 from memfit.core.errors import CannotRunHere
 
+# Two test processes share two cores; with two threads each, every small operator waits for a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 EXTRAS = {"models": "transformers", "vision": "torchvision"}
 """The optional parts that tests may miss, and a module of each."""
 

@@ -9,14 +9,19 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_and_a_seed() -> Iterator[None]:
-    """Bitwise comparison needs one thread count, and no test may depend on the draws of another."""
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Bitwise comparison needs one thread count, in the fixtures that a whole module shares too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _a_seed() -> None:
+    """No test may depend on the draws of another."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture
