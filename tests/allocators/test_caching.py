@@ -109,12 +109,33 @@ def test_early_rejection_leaves_the_cache() -> None:
     assert it.reserved_bytes == 30 * MIB
 
 
+def test_early_rejection_goes_by_the_device_and_comes_after_the_limit() -> None:
+    config = CachingConfig(
+        total_bytes=100 * MIB, settings="throw_on_cudamalloc_oom:True", memory_fraction=0.5
+    )
+    it = CachingAllocator(config)
+    it.deallocate(it.allocate(40 * MIB))
+    with pytest.raises(OutOfMemory):
+        it.allocate(90 * MIB)
+    stats = it.stats()
+    assert (stats["num_oom_rejections"], stats["num_ooms"], stats["num_alloc_retries"]) == (0, 1, 1)
+
+
 def test_fraction_in_the_settings_limits_and_lets_garbage_be_collected() -> None:
     it = allocator(200, settings="per_process_memory_fraction:0.9,garbage_collection_threshold:0.2")
     it.deallocate(it.allocate(50 * MIB))
     it.allocate(60 * MIB)
     assert it.allocate(25 * MIB).region == 2
     assert it.reserved_bytes == 86 * MIB
+
+
+def test_a_fraction_of_one_is_no_limit_whatever_the_settings_say() -> None:
+    text = "per_process_memory_fraction:0.5,garbage_collection_threshold:0.2"
+    it = CachingAllocator(CachingConfig(total_bytes=200 * MIB, settings=text, memory_fraction=1.0))
+    it.deallocate(it.allocate(120 * MIB))
+    it.allocate(60 * MIB)
+    assert it.limit_bytes is None
+    assert it.reserved_bytes == 120 * MIB
 
 
 def test_garbage_is_not_collected_without_a_limit() -> None:

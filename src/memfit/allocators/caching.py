@@ -44,7 +44,7 @@ class CachingConfig:
         total_bytes: memory of the device.
         settings: the allocator's settings, or the text of ``PYTORCH_ALLOC_CONF``.
         memory_fraction: as ``torch.cuda.set_per_process_memory_fraction``; ``None`` leaves what the settings
-            say.
+            say, and 1.0 sets no limit, whatever they say.
         events: ``"instant"``: work on other streams is done when a block is freed; ``"manual"``: it is
             pending until `CachingAllocator.synchronize`.
         tie_break: between free blocks of one size, the segment that was made first (torch from 2.14), or the
@@ -84,16 +84,18 @@ class CachingAllocator(BaseAllocator):
                 f"backend:{self.settings.backend} is the driver's own allocator; only native is modelled"
             )
         fraction = config.memory_fraction
-        if fraction is None and self.settings.per_process_memory_fraction < 1.0:
+        if fraction is None:
             fraction = self.settings.per_process_memory_fraction
         self.device = Device(config.total_bytes)
-        self.limit_bytes = None if fraction is None else int(fraction * config.total_bytes)
+        self.limit_bytes = int(fraction * config.total_bytes) if fraction < 1.0 else None
+        # What throw_on_cudamalloc_oom goes by: the settings' own fraction, whatever the limit is.
+        self._rejection_bytes = int(self.settings.per_process_memory_fraction * config.total_bytes)
         self.reserved_bytes = 0
         self.stats_book = statistics.StatsBook(self)
         self.small, self.large = Counters(), Counters()
         self.regions: dict[int, Region] = {}
         self._lists: dict[tuple[int, bool], FreeList] = {}
-        self._collects = fraction is not None and self.settings.garbage_collection_threshold > 0
+        self._collects = self.limit_bytes is not None and self.settings.garbage_collection_threshold > 0
         self._max_split = self.settings.max_split_size_bytes
         self._expandable = self.settings.expandable_segments
         self._plain_rounding = max(self.settings.roundup_power2_divisions) <= 1
@@ -367,23 +369,13 @@ class CachingAllocator(BaseAllocator):
         """No cached chunk serves: collect, ask the device, give back what is cached, ask again."""
         if self._collects:
             self._collect_garbage()
-        self._reject_early(size, requested)
         for give_back in (None, self._give_back_oversize, self._flush):
             if give_back is not None and not give_back(home, size):
                 continue
-            if (chunk := self._ask_device(home, size)) is not None:
+            if (chunk := self._ask_device(home, size, requested)) is not None:
                 return chunk
         self.stats_book.ooms += 1
         raise self._out_of_memory(requested)
-
-    def _reject_early(self, size: int, requested: int) -> None:
-        limit = int(self.settings.per_process_memory_fraction * self.config.total_bytes)
-        if (
-            self.settings.throw_on_cudamalloc_oom
-            and self.reserved_bytes + segment_bytes(size, self.settings) > limit
-        ):
-            self.stats_book.rejections += 1
-            raise self._out_of_memory(requested)
 
     def _out_of_memory(self, requested: int) -> OutOfMemory:
         return OutOfMemory(
@@ -393,11 +385,18 @@ class CachingAllocator(BaseAllocator):
             allocated_bytes=self.small.bytes + self.large.bytes,
         )
 
-    def _ask_device(self, home: FreeList, size: int) -> Chunk | None:
-        """A new segment, or memory mapped into an expandable one."""
+    def _ask_device(self, home: FreeList, size: int, requested: int) -> Chunk | None:
+        """A new segment, or memory mapped into an expandable one.
+
+        Raises:
+            OutOfMemory: with ``throw_on_cudamalloc_oom``, where the device would refuse.
+        """
         wanted = segment_bytes(size, self.settings)
         if self.limit_bytes is not None and self.reserved_bytes + wanted > self.limit_bytes:
             return None
+        if self.settings.throw_on_cudamalloc_oom and self.reserved_bytes + wanted > self._rejection_bytes:
+            self.stats_book.rejections += 1
+            raise self._out_of_memory(requested)
         if self._expandable:
             return expandable.allocate(self, home, size)
         if not self.device.take(wanted):
