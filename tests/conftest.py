@@ -10,12 +10,19 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from memfit.core.errors import CannotRunHere
 
 # Two test processes share two cores; with two threads each, every small operator waits for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, so that a red run can be repeated, and no example is judged by the clock.
+# HYPOTHESIS_PROFILE=search looks at others.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 EXTRAS = {"models": "transformers", "vision": "torchvision"}
 """The optional parts that tests may miss, and a module of each."""

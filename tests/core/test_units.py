@@ -179,7 +179,8 @@ def test_formats_bytes(count: int, text: str) -> None:
 
 @given(st.integers(0, 2**62))
 def test_what_is_shown_reads_back_within_its_rounding(count: int) -> None:
-    assert abs(parse_bytes(format_bytes(count)) - count) <= max(1, count * 0.005)
+    # Two decimals are right to half of the last; a part of a byte is cut off in reading.
+    assert abs(parse_bytes(format_bytes(count)) - count) <= count * 0.005 + 1
 
 
 @pytest.mark.parametrize(
