@@ -50,7 +50,7 @@ class GPUMemoryManager:
     Raises:
         UsageError: an unknown key, or settings that exclude each other.
 
-    Example:
+    Examples:
         >>> manager = GPUMemoryManager(total_memory="64MiB", device="cpu")
         >>> handle = manager.allocate(size="1MB")
         >>> handle.tensor(torch.float32, (500, 500)).fill_(2.0).mean().item()

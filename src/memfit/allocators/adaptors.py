@@ -51,7 +51,7 @@ class Adaptor(BaseAllocator):
 class LimitedAllocator(Adaptor):
     """No more than ``limit_bytes`` out at once, by the size of the blocks.
 
-    Example:
+    Examples:
         >>> from memfit.allocators.fits import FirstFit
         >>> allocator = LimitedAllocator(FirstFit(), limit_bytes=1024)
         >>> block = allocator.allocate(1000)

@@ -68,7 +68,7 @@ class CachingAllocator(BaseAllocator):
     `allocate` and `deallocate` are the interface of every policy; `malloc` and `free` are the same on the
     inner chunks, for replays of millions of events.
 
-    Example:
+    Examples:
         >>> allocator = CachingAllocator(CachingConfig(total_bytes=1 << 30))
         >>> block = allocator.allocate(1_000_000)
         >>> allocator.reserved_bytes, block.size_bytes

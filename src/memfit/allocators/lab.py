@@ -1,6 +1,6 @@
 """The replay lab: one recording through PyTorch's allocator, under every setting, and through every policy.
 
-Example:
+Examples:
     >>> from memfit.core.trace import TraceBuilder
     >>> builder = TraceBuilder()
     >>> blocks = [builder.alloc(7 << 20) for _ in range(4)]

@@ -72,7 +72,7 @@ def pack(
         alignment_bytes: sizes are rounded up to multiples of it; all offsets are multiples.
         effort: nodes of the search, which runs where the heuristics do not reach the bound or the capacity.
 
-    Example:
+    Examples:
         >>> blocks = Lifetimes.of([(0, 2, 4), (1, 3, 4), (2, 4, 4)])
         >>> packing = pack(blocks)
         >>> packing.height_bytes, packing.offsets.tolist()

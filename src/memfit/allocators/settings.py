@@ -68,7 +68,7 @@ def parse_settings(text: str) -> ParsedSettings:
     Raises:
         UsageError: PyTorch would refuse the value; the message says why and, if it can, what was meant.
 
-    Example:
+    Examples:
         >>> parse_settings("max_split_size_mb:128,expandable_segments:True").settings.expandable_segments
         True
     """
@@ -314,7 +314,7 @@ KEYS: dict[str, Callable[[_Reader, str], None]] = {
 def round_size(size_bytes: int, settings: CachingSettings) -> int:
     """The block size in bytes for a request: 512-byte steps, or fractions of a power of two if so set.
 
-    Example:
+    Examples:
         >>> round_size(1, CachingSettings()), round_size(513, CachingSettings())
         (512, 1024)
     """

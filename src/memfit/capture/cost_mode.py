@@ -15,7 +15,7 @@ from memfit.core.devices import GPU
 class CostMode(TorchDispatchMode):
     """Sums FLOPs and predicted seconds of the operators that run under it, by phase.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from memfit.core.devices import find_gpu
         >>> costs = CostMode(find_gpu("a100-80gb"), device="cpu")

@@ -86,7 +86,7 @@ class Storage:
 class StepGraph:
     """One training step: operators in order, and the life of each storage on the step's device.
 
-    Example:
+    Examples:
         >>> graph = StepGraph(
         ...     ops=(Op(index=0, name="aten.relu.default", inputs=(0,), outputs=(1,)),),
         ...     storages=(

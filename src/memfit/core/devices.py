@@ -95,7 +95,7 @@ def find_gpu(text: str) -> GPU:
     Raises:
         UsageError: unknown; the message has the closest names.
 
-    Example:
+    Examples:
         >>> find_gpu("a100").key
         'a100-80gb'
     """

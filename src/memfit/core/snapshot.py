@@ -81,7 +81,7 @@ class Snapshot:
         settings: the allocator's settings, as it names them.
         trace: the events that led here, as far as they were recorded.
 
-    Example:
+    Examples:
         >>> block = SnapshotBlock(address=0, size_bytes=512, requested_bytes=100, state="allocated")
         >>> rest = SnapshotBlock(address=512, size_bytes=2096640, requested_bytes=0, state="inactive")
         >>> held = Segment(address=0, size_bytes=2097152, stream=0, pool="small", blocks=(block, rest))

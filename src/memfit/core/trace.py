@@ -110,7 +110,11 @@ class Trace:
         size_bytes: requested bytes of a block, or the size of a segment, or what an OOM had asked for.
         stream: number of the CUDA stream, 0 for the default one.
         address: device address, 0 where unknown.
-        category, phase, module, op, where: indices into ``strings``; ``where`` is like ``"a.py:12 main"``.
+        category: index into ``strings``, of one of `CATEGORIES`.
+        phase: index into ``strings``, of one of `PHASES`.
+        module: index into ``strings``.
+        op: index into ``strings``.
+        where: index into ``strings``, of a place like ``"a.py:12 main"``.
         strings: the interned texts.
         meta: what the trace is of; plain JSON values.
     """
@@ -205,7 +209,7 @@ class Trace:
 class TraceBuilder:
     """Append events one by one, then `build` the trace.
 
-    Example:
+    Examples:
         >>> builder = TraceBuilder(meta={"of": "an example"})
         >>> block = builder.alloc(4096, category="activation", phase="forward", module="layers.0")
         >>> builder.free(block)

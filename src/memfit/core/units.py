@@ -41,7 +41,7 @@ def parse_bytes(text: str | int | float, *, what: str = "size") -> int:
     Raises:
         UsageError: the text names no size, or may be read in two ways (``"8Gb"``, ``"1,5GB"``, ``"110"``).
 
-    Example:
+    Examples:
         >>> parse_bytes("8GiB"), parse_bytes("8g"), parse_bytes("8 GB")
         (8589934592, 8589934592, 8000000000)
     """

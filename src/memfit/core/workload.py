@@ -32,7 +32,7 @@ class Workload:
         spec: the text that this workload was loaded from (``"hf:gpt2,batch=8"``, ``"a.py:workload"``), if
             any.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from memfit import Workload
         >>> toy = Workload(

@@ -94,8 +94,9 @@ class DryRunResult:
         peak_reserved_bytes: most in segments taken from the device (what ``max_memory_reserved`` says).
         context_bytes: what the CUDA context takes before the first tensor.
         device_total_bytes: context + reserved + what libraries took directly; what nvidia-smi would show at
-        the peak. nvml_total_bytes, runtime_total_bytes: what nvidia-smi and ``mem_get_info`` call the GPU's
-        total.
+            the peak.
+        nvml_total_bytes: what nvidia-smi calls the GPU's total.
+        runtime_total_bytes: what ``mem_get_info`` calls the GPU's total.
         oom: the first time that memory ran out, or None.
         event_count: allocator events (allocations, frees, segments) of the whole run.
         value_reads: reads of device values that were answered with a plausible value instead of the true one.

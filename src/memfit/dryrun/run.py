@@ -49,7 +49,7 @@ def dry_run(
         WorkloadFailed: the workload raised.
         ToolFailure: the process was killed.
 
-    Example:
+    Examples:
         >>> import memfit
         >>> result = memfit.dry_run("train.py --lr 1", gpu="a100-80gb")  # doctest: +SKIP
         >>> result.fits  # doctest: +SKIP

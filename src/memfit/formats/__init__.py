@@ -1,6 +1,6 @@
 """Reading what people have: memory snapshots, profiler traces, logs. What a file is, its content tells.
 
-Example:
+Examples:
     >>> import io
     >>> recording = read_trace(io.BytesIO(b'{"op": "alloc", "id": 1, "size": 4096}'))
     >>> recording.kind, len(recording.trace)

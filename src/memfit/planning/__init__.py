@@ -54,7 +54,7 @@ def plan(
         WorkloadFailed: the workload's own code raised.
         CannotRunHere: an engine was asked for that this machine cannot run.
 
-    Example:
+    Examples:
         >>> result = plan("hf:gpt2,batch=8,seq=1024", gpu="rtx3060-12gb", budget="8GiB")  # doctest: +SKIP
         >>> result.plan.save("plan.json")  # doctest: +SKIP
     """

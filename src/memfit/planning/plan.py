@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 class Plan:
     """Techniques with their settings, chosen so that a workload's step fits a budget.
 
-    Example:
+    Examples:
         >>> plan = Plan.load("plan.json")                      # doctest: +SKIP
         >>> model, optimizer = plan.apply(model, optimizer)    # doctest: +SKIP
     """

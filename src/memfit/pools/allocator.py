@@ -27,7 +27,7 @@ class MemoryAllocator:
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; the current CUDA device, or the CPU, if not given.
         settings: further settings of the `MemoryPool` beneath (``pool_size``, ``chunk_size``, ``poison``).
 
-    Example:
+    Examples:
         >>> allocator = MemoryAllocator("best_fit", capacity="64MiB", device="cpu")
         >>> weight = allocator.allocate((256, 256), dtype=torch.float32)
         >>> weight.shape

@@ -100,7 +100,7 @@ class DynamicAllocation(BaseAllocator):
         manner: the current one.
         changes: those made so far.
 
-    Example:
+    Examples:
         >>> allocator = DynamicAllocation()
         >>> block = allocator.allocate(1000)
         >>> allocator.deallocate(block)

@@ -61,7 +61,7 @@ class MemoryHandle:
         size_bytes: what was asked for.
         site: where it was asked for.
 
-    Example:
+    Examples:
         >>> from memfit import MemoryPool
         >>> handle = MemoryPool(pool_size="1MiB", device="cpu").allocate("4KiB")
         >>> handle.tensor(torch.float32, (32, 32)).fill_(1.0).sum().item()

@@ -73,7 +73,7 @@ class IdleCacheRelease:
         least: what it must be worth.
         clock: seconds, monotonic; for tests.
 
-    Example:
+    Examples:
         >>> from memfit import MemoryPool
         >>> now = 0.0
         >>> pool = MemoryPool(pool_size="1MiB", device="cpu")

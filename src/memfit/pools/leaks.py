@@ -96,7 +96,7 @@ def collect(*, least_bytes: int = 0) -> Collection:
     Args:
         least_bytes: tensors of smaller storages are not reported.
 
-    Example:
+    Examples:
         >>> def make():
         ...     weights = torch.ones(1000)
         ...     return lambda: weights.sum()

@@ -51,7 +51,7 @@ class MemoryPool:
         CannotRunHere: CUDA is asked for where there is none.
         OutOfPoolMemory: the device has not that much.
 
-    Example:
+    Examples:
         >>> pool = MemoryPool(pool_size="4MiB", device="cpu")
         >>> handle = pool.allocate("1MiB")
         >>> handle.tensor(torch.float32, (512, 512)).zero_().shape
@@ -223,7 +223,7 @@ class MemoryPool:
     def record_step(self) -> Iterator[StepRecording]:
         """Record what is allocated and freed inside of the ``with`` block, to make a plan of it.
 
-        Example:
+        Examples:
             >>> pool = MemoryPool(pool_size="1MiB", device="cpu")
             >>> with pool.record_step() as recording:
             ...     total = pool.empty(1000).fill_(1.0).sum()

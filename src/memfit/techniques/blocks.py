@@ -54,7 +54,7 @@ class BlockChain:
 def find_block_chains(model: nn.Module) -> tuple[BlockChain, ...]:
     """The chains of repeated blocks in ``model``; empty when it has none (an LSTM, a single layer).
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> layer = lambda: nn.TransformerEncoderLayer(16, 2)
         >>> find_block_chains(nn.Sequential(nn.Linear(4, 16), nn.Sequential(layer(), layer())))

@@ -34,7 +34,7 @@ class ChunkedCrossEntropy(Technique):
         chunks: in how many pieces the tokens are cut; more pieces need less memory.
         layer: the output layer's name, where it is not found by itself.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Embedding(9000, 8), torch.nn.Linear(8, 9000))
         >>> ids = torch.arange(12)

@@ -42,7 +42,7 @@ class GradientCheckpointing(Technique):
             ``"linear:3"`` (the fourth product with a weight matrix), ``"attention"``, ``"convolution"``,
             ``"normalization"``, ``"pointwise"``, ``"random"``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = lambda: torch.nn.TransformerEncoderLayer(16, 2)
         >>> model = torch.nn.Sequential(layer(), layer(), layer(), layer())

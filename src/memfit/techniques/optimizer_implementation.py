@@ -39,7 +39,7 @@ class OptimizerImplementation(Technique):
     Args:
         implementation: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = torch.nn.Linear(4, 4)
         >>> optimizer = torch.optim.AdamW(model.parameters())
