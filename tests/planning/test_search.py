@@ -11,6 +11,7 @@ from imitation import MIB, Imitation, gpu, step
 
 from memfit.capture.graph import StepGraph
 from memfit.core.errors import WorkloadFailed
+from memfit.core.exactness import Exactness
 from memfit.planning.bench import Final, Peaks
 from memfit.planning.search import Outcome, Search
 
@@ -133,3 +134,12 @@ def test_a_model_that_cannot_be_recomputed_is_a_note_and_not_an_error() -> None:
     assert outcome.least.techniques == ()
     assert outcome.notes
     assert all("gradient_checkpointing cannot be used on this model" in note for note in outcome.notes)
+
+
+@pytest.mark.parametrize("allow", ["exact", "reordered"])
+def test_a_model_without_blocks_is_searched_too(allow: Exactness) -> None:
+    oracle = Imitation(blocks=0)
+    plain = oracle.final([]).figures.peak_reserved_bytes
+    outcome = Search(oracle=oracle, gpu=gpu(), budget_bytes=plain - 1, allow=allow).run()
+    assert outcome.chosen is None
+    assert outcome.least is not None

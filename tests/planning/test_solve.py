@@ -101,3 +101,11 @@ def test_pareto_keeps_the_ends_and_drops_what_is_beaten() -> None:
         [option(100, 0.0), option(50, 1.0), option(60, 2.0), option(10, 5.0), option(30, 3.0)], limit=3
     )
     assert [(o.saved_bytes, o.recompute_seconds) for o in front] == [(10, 5.0), (50, 1.0), (100, 0.0)]
+
+
+def test_without_blocks_there_is_one_choice_which_fits_or_does_not() -> None:
+    problem = Problem(blocks=(), classes=(), position_bytes=(), forward_end_bytes=100, optimizer_bytes=80)
+    found = solve(problem, 100)
+    assert found is not None
+    assert (found.choice, found.recompute_seconds, found.peak_bytes) == ((), 0.0, 100)
+    assert solve(problem, 99) is None

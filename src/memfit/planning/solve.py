@@ -71,6 +71,10 @@ def solve(
     """
     if problem.optimizer_bytes > budget_bytes:
         return None
+    if not problem.blocks:
+        peak_bytes = problem.peak_bytes(())
+        fits = peak_bytes <= budget_bytes
+        return Solution(choice=(), recompute_seconds=0.0, peak_bytes=peak_bytes) if fits else None
     groups = _groups(problem)
     rows = _Rows()
     _add_choices(rows, groups)
