@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from memfit.allocators.base import BaseAllocator, Block, OutOfMemory
 from memfit.core.errors import UsageError
+from memfit.pools.taken import TakenRanges
 
 LOOK_AHEAD = 32
 """How many entries a step may leave out before what follows counts as unknown to the plan."""
@@ -100,8 +100,7 @@ class PlannedPolicy(BaseAllocator):
                 f"the plan has offsets that are no multiples of {unit}, as this device needs them"
             )
         self.total_bytes = max(map(sum, zip(self._sizes, self._offsets, strict=True)), default=0)
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._taken = TakenRanges()
         self._next = 0
         self._made = 0
         self.served = self.refused = 0
@@ -124,27 +123,24 @@ class PlannedPolicy(BaseAllocator):
         if index is not None:
             self._next = index + 1
             start = self._offsets[index]
-            if self._put(start, start + size_bytes):
+            if self._taken.take(start, start + size_bytes):
                 self.served += 1
                 return self._block(start, size_bytes, stream)
         self.refused += 1
-        used = sum(self._ends) - sum(self._starts)
         raise OutOfMemory(
             requested_bytes=size_bytes,
             reserved_bytes=self.total_bytes,
             limit_bytes=self.total_bytes,
-            allocated_bytes=used,
+            allocated_bytes=self._taken.total_bytes,
         )
 
     def deallocate(self, block: Block) -> None:
         """The planned place is free."""
-        index = bisect_left(self._starts, block.offset_bytes)
-        if index == len(self._starts) or self._starts[index] != block.offset_bytes:
+        if not self._taken.give_back(block.offset_bytes):
             raise UsageError(f"the block at {block.offset_bytes} is not out")
-        del self._starts[index], self._ends[index]
 
     def stats(self) -> Mapping[str, Any]:
-        used = sum(self._ends) - sum(self._starts)
+        used = self._taken.total_bytes
         held = [used, used, used, 0]
         total = [self.total_bytes, self.total_bytes, self.total_bytes, 0]
         return {
@@ -158,17 +154,6 @@ class PlannedPolicy(BaseAllocator):
             if self._sizes[index] == size_bytes:
                 return index
         return None
-
-    def _put(self, start: int, end: int) -> bool:
-        """Note the place as taken, if nothing lies in it."""
-        index = bisect_right(self._starts, start)
-        if index and self._ends[index - 1] > start:
-            return False
-        if index < len(self._starts) and self._starts[index] < end:
-            return False
-        self._starts.insert(index, start)
-        self._ends.insert(index, end)
-        return True
 
     def _block(self, start: int, size_bytes: int, stream: int) -> Block:
         self._made += 1

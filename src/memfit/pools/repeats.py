@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from memfit.allocators.lifetimes import Lifetimes
 from memfit.allocators.packing import pack
 from memfit.pools.gaps import Gaps
+from memfit.pools.taken import TakenRanges
 
 SHORTEST_STEP = 16
 """Allocations that a step has at least: fewer repeat by chance."""
@@ -61,16 +61,14 @@ class RepeatedStep:
         self._sizes = sizes
         self._offsets = offsets  # None: outlives the step, and has no place
         self._next = 0
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._taken = TakenRanges()
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def free_stretches(self) -> list[tuple[int, int]]:
         """The stretches ``(start, end)`` of the step's memory in which no block lies."""
-        starts, ends = [*self._starts, self.total_bytes], [0, *self._ends]
-        return [(start, end) for start, end in zip(ends, starts, strict=True) if start < end]
+        return self._taken.gaps(self.total_bytes)
 
     @property
     def useless(self) -> bool:
@@ -92,7 +90,7 @@ class RepeatedStep:
         start = self._offsets[index]
         if start is None:
             return None
-        if not self._put(start, start + size_bytes):
+        if not self._taken.take(start, start + size_bytes):
             self.refused += 1
             return None
         self.served += 1
@@ -100,8 +98,7 @@ class RepeatedStep:
 
     def give_back(self, start: int) -> None:
         """A planned place is free."""
-        index = bisect_left(self._starts, start)
-        del self._starts[index], self._ends[index]
+        self._taken.give_back(start)
 
     def _find(self, size_bytes: int) -> int | None:
         count = len(self._sizes)
@@ -110,16 +107,6 @@ class RepeatedStep:
             if self._sizes[index] == size_bytes:
                 return index
         return None
-
-    def _put(self, start: int, end: int) -> bool:
-        index = bisect_right(self._starts, start)
-        if index and self._ends[index - 1] > start:
-            return False
-        if index < len(self._starts) and self._starts[index] < end:
-            return False
-        self._starts.insert(index, start)
-        self._ends.insert(index, end)
-        return True
 
 
 def repeated_step(
