@@ -66,10 +66,11 @@ def dry_run(
 
 
 def _run_workload(target: Workload | str, gpu: GPU, steps: int, trace: str | None) -> DryRunResult:
-    references = importlib.import_module(_REFERENCES)
-    workload = references.load_workload(target) if isinstance(target, str) else target
-    reference: Mapping[str, Any] = references.workload_reference(workload)
-    with Worker(gpu, preload=preload_for(reference.get("spec"))) as worker:
+    spec = target if isinstance(target, str) else target.spec
+    with Worker(gpu, preload=preload_for(spec)) as worker:  # it loads torch while this process does
+        references = importlib.import_module(_REFERENCES)
+        workload = references.load_workload(target) if isinstance(target, str) else target
+        reference: Mapping[str, Any] = references.workload_reference(workload)
         figures = worker.call(
             _MEASURE,
             workload=reference,
