@@ -16,11 +16,8 @@ from typer.exceptions import TyperException
 
 from memfit import __version__
 from memfit.cli import COMMANDS, Command
+from memfit.cli.exit_codes import EXIT_INTERRUPTED, EXIT_RUN_TIME_ERROR, EXIT_USAGE
 from memfit.core.errors import MemfitError
-
-EXIT_RUN_TIME_ERROR = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 HELP = "Know, plan and prove the GPU memory of a PyTorch job before a GPU is rented."
 EXIT_CODES = (

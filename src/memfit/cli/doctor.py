@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from memfit.cli.console import print_json, progress, show
-
-EXIT_CANNOT_RUN = 6
+from memfit.cli.exit_codes import EXIT_CANNOT_RUN
 
 
 def doctor(

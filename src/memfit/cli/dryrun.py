@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from memfit.cli.console import print_json, show
+from memfit.cli.exit_codes import EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED, EXIT_RUN_TIME_ERROR
 
 if TYPE_CHECKING:
     from memfit.dryrun.result import DryRunResult
-
-EXIT_FAILED = 1
-EXIT_DOES_NOT_FIT = 4
-EXIT_INTERRUPTED = 130
 
 
 def dryrun(
@@ -109,7 +106,7 @@ def exit_code(result: DryRunResult) -> int:
     if result.ended == "out_of_memory":
         return EXIT_DOES_NOT_FIT
     if result.exit_code != 0:
-        return EXIT_FAILED
+        return EXIT_RUN_TIME_ERROR
     return 0 if result.fits else EXIT_DOES_NOT_FIT
 
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli.console import print_json, progress, show
+from memfit.cli.exit_codes import EXIT_DOES_NOT_FIT
 
 if TYPE_CHECKING:
     from memfit.allocators.lab import Replay
     from memfit.core.recording import Recording
-
-EXIT_DOES_NOT_FIT = 4
 
 
 class OnOom(StrEnum):

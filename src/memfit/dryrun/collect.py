@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from memfit.core.files import write_atomically
 from memfit.dryrun.frames import place_in_traceback
 from memfit.dryrun.history import History
 from memfit.dryrun.probe import Probe, device_account
@@ -36,11 +36,10 @@ def write_result(
     if spec["trace"]:
         history.trace.save(spec["trace"])
     if spec["snapshot"]:
-        _replace(
-            Path(spec["snapshot"]), pickle.dumps(probe.recording.snapshot(), protocol=_SNAPSHOT_PROTOCOL)
-        )
+        content = pickle.dumps(probe.recording.snapshot(), protocol=_SNAPSHOT_PROTOCOL)
+        write_atomically(spec["snapshot"], content)
     result = make_result(probe, history, gpu, ended=cast(Ended, ended), exit_code=exit_code, error=error)
-    _replace(Path(spec["result"]), json.dumps(result.to_json()).encode())
+    write_atomically(spec["result"], json.dumps(result.to_json()))
 
 
 def make_result(
@@ -95,9 +94,3 @@ def _script_error(error: BaseException) -> ScriptError:
         line=place.line if place else 0,
         function=place.function if place else "",
     )
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
