@@ -102,11 +102,11 @@ cpu_index() {
 
 set_up_main() {
     want_compiler
-    set_up .venv constraints.txt models,vision,dev "PyTorch and the rest (about 5.5 GB, some minutes the first time)"
+    set_up .venv constraints.txt models,vision,fast,compression,quant,prune,kernels,web,dev "PyTorch and the rest (about 6.5 GB, some minutes the first time)"
 }
 
 set_up_cpu() {
-    set_up .venv-cpu constraints-cpu.txt models,dev "a CPU build of PyTorch for the portable engine (about 1.5 GB)"
+    set_up .venv-cpu constraints-cpu.txt models,compression,web,dev "a CPU build of PyTorch for the portable engine (about 1.5 GB)"
 }
 
 # stage NAME COMMAND...: run it, remember how it went and how long it took.
