@@ -31,6 +31,7 @@ FLOORS: dict[str, int] = {
     "manager": 8,
     "dashboard": 8,
     "cli": 9,
+    "pytest_plugin": 9,
     "__init__": 10,
     "__main__": 10,
 }
@@ -49,7 +50,7 @@ TORCH_FREE_PARTS = (
 )
 """Parts of which no module imports torch, not even inside a function."""
 
-TORCH_FREE_AT_IMPORT = ("dryrun", "planning")
+TORCH_FREE_AT_IMPORT = ("dryrun", "planning", "analysis", "monitor", "pytest_plugin")
 """Parts whose modules import torch inside functions only, but for `CHILD_MODULES`."""
 
 CHILD_MODULES = {
