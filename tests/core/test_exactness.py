@@ -8,7 +8,7 @@ from memfit.core.exactness import EXACTNESS_ORDER, Exactness, allowed, weakest
 
 
 def test_order() -> None:
-    assert EXACTNESS_ORDER == ("exact", "reordered", "approximate")
+    assert EXACTNESS_ORDER == ("exact", "reordered", "approximate", "changes training")
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ def test_order() -> None:
         (["exact", "exact"], "exact"),
         (["exact", "reordered"], "reordered"),
         (["approximate", "exact", "reordered"], "approximate"),
+        (["changes training", "approximate"], "changes training"),
     ],
 )
 def test_several_are_as_the_least_exact(grades: list[Exactness], together: Exactness) -> None:
@@ -35,4 +36,8 @@ def test_a_limit_lets_pass_what_is_as_exact_or_more() -> None:
         ("exact", "approximate"),
         ("reordered", "approximate"),
         ("approximate", "approximate"),
+        ("exact", "changes training"),
+        ("reordered", "changes training"),
+        ("approximate", "changes training"),
+        ("changes training", "changes training"),
     ]

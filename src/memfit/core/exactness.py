@@ -1,13 +1,14 @@
-"""How far a changed training step may move from the plain one: three grades, and what several add up to."""
+"""How far a changed training step may move from the plain one: four grades, and what several add up to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-Exactness = Literal["exact", "reordered", "approximate"]
+Exactness = Literal["exact", "reordered", "approximate", "changes training"]
 """``exact``: gradients, buffers and random state bitwise equal to the plain step. ``reordered``: the same
-mathematics in another floating-point order. ``approximate``: a stated error."""
+mathematics in another floating-point order. ``approximate``: a stated error.
+``changes training``: something else is trained (adapters in place of the weights): no error can be stated."""
 
 EXACTNESS_ORDER: tuple[Exactness, ...] = get_args(Exactness)
 

@@ -14,6 +14,7 @@ EXACTNESS_WORDS: Mapping[str, str] = {
     "exact": "gradients, buffers and random numbers bitwise equal to plain training",
     "reordered": "the same mathematics in another floating-point order",
     "approximate": "an error that is stated and bounded",
+    "changes training": "something else is trained, such as adapters in place of the weights",
 }
 
 

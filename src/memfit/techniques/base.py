@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from memfit.capture.graph import StepGraph
+    from memfit.techniques.saving import Saving
+
 Undo = Callable[[], None]
 
 
@@ -43,6 +46,19 @@ class Technique(ABC):
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
         """Changes the model (or optimizer) in place; gives back what takes the change back. Raises before it
         changes anything."""
+
+    @abstractmethod
+    def estimate(self, graph: StepGraph, model: nn.Module | None = None) -> Saving:
+        """What the technique is expected to save on a captured step, without being applied.
+
+        Args:
+            graph: the plain step (`memfit.capture_step`).
+            model: the model of that step, for what depends on shapes or modules that the graph does not
+                have; techniques that need it and do not get it say so.
+
+        Raises:
+            UsageError: the settings do not fit this model, or the model is needed.
+        """
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         """Changes ``model`` in place.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from memfit.core.errors import UsageError
@@ -15,6 +15,9 @@ from memfit.techniques.base import Technique, Undo, refuse_second, whole_number
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+    from memfit.capture.graph import StepGraph
+    from memfit.techniques.saving import Saving
 
 _LEAST_CLASSES = 8192
 """A Linear with at least this many outputs counts as an output layer; below, it must be tied to an embedding
@@ -52,6 +55,27 @@ class ChunkedCrossEntropy(Technique):
 
     def exactness(self, model: nn.Module) -> Exactness:
         return "reordered"
+
+    def estimate(self, graph: StepGraph, model: nn.Module | None = None) -> Saving:
+        """The logits and all that has their size hold a chunk of the tokens only. Needs the model unless
+        ``layer`` is named."""
+        from memfit.techniques.saving import MADE_BY_SAMPLES, saving_of
+
+        if model is None and self.layer is None:
+            raise UsageError(f"{self.name}: estimate(graph, model) needs the model to find its output layer")
+        name = self.layer if model is None else self._output_layer(model)[0]
+        made = [s for s in graph.storages if s.born >= 0 and graph.ops[s.born].module == name]
+        logits = max((s.size_bytes for s in made if graph.ops[s.born].phase == "forward"), default=0)
+        sizes = {logits // 2, logits, 2 * logits} - {0}
+        whole = [s for s in graph.storages if s.born >= 0 and s.category in MADE_BY_SAMPLES]
+        cut = {s.id for s in whole if s.size_bytes in sizes}
+        return saving_of(
+            graph,
+            (
+                replace(s, size_bytes=s.size_bytes // self.chunks) if s.id in cut else s
+                for s in graph.storages
+            ),
+        )
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
         refuse_second(model, ChunkedCrossEntropy)

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from memfit.capture.graph import StepGraph
     from memfit.techniques.blocks import BlockChain
     from memfit.techniques.checkpointed_forward import CheckpointedForward
+    from memfit.techniques.saving import Saving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,18 @@ class GradientCheckpointing(Technique):
 
     def exactness(self, model: nn.Module) -> Exactness:
         return "exact"
+
+    def estimate(self, graph: StepGraph, model: nn.Module | None = None) -> Saving:
+        """Needs the model unless ``blocks`` are named. Kept outputs (``save``) are not counted."""
+        from memfit.techniques.saving import recomputed, saving_of
+
+        if model is None and self.blocks is None:
+            raise UsageError(f"{self.name}: estimate(graph, model) needs the model to find its blocks")
+        blocks = list(self.blocks) if model is None and self.blocks else list(self.blocks_of(model))  # type: ignore[arg-type]
+        flops = sum(op.flops for block in blocks for op in graph.under(block, ("forward",)))
+        note = "outputs that blocks keep are not counted: the saving and the cost are upper bounds"
+        keeps = bool(self.save) or any((self.blocks or {}).values())
+        return saving_of(graph, recomputed(graph, blocks), extra_flops=flops, note=note if keeps else "")
 
     def blocks_of(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """Which blocks of ``model`` are recomputed, and what each keeps.

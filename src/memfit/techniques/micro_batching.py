@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from memfit.capture.graph import StepGraph
+    from memfit.techniques.saving import Saving
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatching(Technique):
@@ -43,6 +46,11 @@ class MicroBatching(Technique):
         if self.micro_batches == 1:
             return "exact"
         return "reordered" if why_approximate(model) is None else "approximate"
+
+    def estimate(self, graph: StepGraph, model: nn.Module | None = None) -> Saving:
+        from memfit.techniques.saving import cut_into, saving_of
+
+        return saving_of(graph, cut_into(graph, self.micro_batches))
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
         refuse_second(model, MicroBatching)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from memfit.capture.graph import StepGraph
+    from memfit.techniques.saving import Saving
+
 Implementation = Literal["fused", "foreach", "for-loop"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
@@ -61,6 +64,25 @@ class OptimizerImplementation(Technique):
 
     def exactness(self, model: nn.Module) -> Exactness:
         return "reordered"
+
+    def estimate(self, graph: StepGraph, model: nn.Module | None = None) -> Saving:
+        """What the optimizer's step makes for itself is gone; ``foreach`` makes about as much as the
+        parameters are large."""
+        from memfit.techniques.saving import Saving, saving_of
+
+        steps = [op.index for op in graph.ops if op.phase == "optimizer"]
+        made = [s for s in graph.storages if s.born in set(steps) and s.category == "temporary"]
+        if self.implementation == "foreach":
+            trained = {s.name for s in graph.storages if s.category == "gradient"}
+            size = sum(
+                s.size_bytes for s in graph.storages if s.category == "parameter" and s.name in trained
+            )
+            other = sum(s.size_bytes for s in made)
+            note = "the step makes as much already" if other >= size else ""
+            peak = min(0, graph.peak_bytes - graph.resting_bytes - size)
+            return Saving(peak_bytes=0 if other >= size else peak, note=note)
+        gone = {storage.id for storage in made}
+        return saving_of(graph, (s for s in graph.storages if s.id not in gone))
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
         if optimizer is None:
