@@ -12,6 +12,13 @@ from memfit.dryrun.build import Stub, build_stub
 Addresses = Literal["bump", "firstfit"]
 Events = Literal["instant", "manual"]
 
+MOST_GPUS = 64
+"""The made-up machine has at most so many; the library's own limit."""
+
+NCCL_COMMUNICATOR_BYTES = 600_000_000
+"""What NCCL takes on each GPU for a communicator of several ranks: an estimate, the middle of the 0.5 to 0.7 GB
+that are seen on machines with NVLink. Channels, protocols and the version change it."""
+
 
 def gpu_settings(
     gpu: GPU,
@@ -36,10 +43,18 @@ def gpu_settings(
         "MEMFIT_GPU_NVML_TOTAL_BYTES": str(gpu.nvml_total_bytes),
         "MEMFIT_GPU_CONTEXT_BYTES": str(gpu.context_bytes),
         "MEMFIT_GPU_COUNT": str(count),
+        "MEMFIT_GPU_PEERS": str(int(reaches_peers(gpu))),
+        "MEMFIT_NCCL_COMMUNICATOR_BYTES": str(NCCL_COMMUNICATOR_BYTES),
         "MEMFIT_ADDRESSES": addresses,
         "MEMFIT_EVENTS": events,
         "MEMFIT_CUDNN_WORKSPACE_BYTES": str(cudnn_workspace_bytes),
     }
+
+
+def reaches_peers(gpu: GPU) -> bool:
+    """Whether such GPUs read each other's memory: NVIDIA's driver allows it to all but the GeForce cards since
+    the RTX 30 series."""
+    return not ("GeForce" in gpu.name and gpu.compute_capability >= (8, 6))
 
 
 def preloaded(stub: Stub, existing: str | None) -> str:
@@ -76,15 +91,15 @@ def gpu_environment(
 ) -> dict[str, str]:
     """`base` (default: this process's environment) with everything that puts a child on the made-up `gpu`.
 
-    A CUDA_VISIBLE_DEVICES that hides every GPU is kept; one that picks among several becomes "0": there is
-    one. PYTORCH_ALLOC_CONF passes through untouched. Raises CannotRunHere when the library cannot be built.
+    A CUDA_VISIBLE_DEVICES that hides every GPU is kept; one that picks among this machine's becomes a list of
+    all ``count`` that are made up. PYTORCH_ALLOC_CONF passes through untouched. Raises CannotRunHere when the library cannot be built.
     """
     env = dict(os.environ if base is None else base)
     chosen = build_stub() if stub is None else stub
     env["LD_PRELOAD"] = preloaded(chosen, env.get("LD_PRELOAD"))
     env.update(compiler_caches(chosen))
     if env.get("CUDA_VISIBLE_DEVICES", "").strip() not in ("", "-1"):
-        env["CUDA_VISIBLE_DEVICES"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
     env.update(
         gpu_settings(
             gpu, addresses=addresses, events=events, cudnn_workspace_bytes=cudnn_workspace_bytes, count=count

@@ -7,26 +7,44 @@
 #include <stdlib.h>
 #include <string.h>
 
-// The account as JSON, in bytes and counts. "alive" says whether anything has touched the device yet; until then the
-// totals are 0, because its environment has not been read.
-API const char *memfit_stats(void) {
+// A device's account as JSON, in bytes and counts. "alive" says whether anything has touched a device yet; until then the
+// totals are 0, because the environment has not been read. "context": whether this process has used this device.
+API const char *memfit_device_stats(int device) {
   static __thread char text[768];
   bool alive = lock_quietly();
+  Account account = accounts[device >= 0 && device < MOST_DEVICES ? device : 0];
   snprintf(text, sizeof text,
-           "{\"alive\":%s,\"used_bytes\":%zu,\"peak_bytes\":%zu,\"context_bytes\":%zu,\"total_bytes\":%zu,\"nvml_total_"
+           "{\"alive\":%s,\"devices\":%d,\"context\":%s,\"used_bytes\":%zu,\"peak_bytes\":%zu,\"context_bytes\":%zu,\"total_bytes\":%zu,\"nvml_total_"
            "bytes\":%zu,"
            "\"mallocs\":%lu,\"frees\":%lu,\"creates\":%lu,\"releases\":%lu,\"maps\":%lu,\"unmaps\":%lu,\"failed\":%lu,"
            "\"launches\":%lu}",
-           alive ? "true" : "false", account.used_bytes, account.peak_bytes, settings.context_bytes,
+           alive ? "true" : "false", settings.count, account.context ? "true" : "false", account.used_bytes, account.peak_bytes, settings.context_bytes,
            settings.total_bytes, settings.nvml_total_bytes, account.mallocs, account.frees, account.creates,
            account.releases, account.maps, account.unmaps, account.failed, account.launches);
   unlock();
   return text;
 }
 
-// Bytes that the process holds, its context included; 0 before the first call. For the NVML library beside this one.
-API size_t memfit_process_bytes(void) {
-  size_t bytes = lock_quietly() ? settings.context_bytes + account.used_bytes : 0;
+// The same of the first device.
+API const char *memfit_stats(void) { return memfit_device_stats(0); }
+
+// Devices that this process has used, as bits.
+API uint64_t memfit_used_devices(void) {
+  uint64_t bits = 0;
+  lock_quietly();
+  for (int i = 0; i < MOST_DEVICES; i++) bits |= (uint64_t)accounts[i].context << i;
+  unlock();
+  return bits;
+}
+
+// Bytes that the process holds on one of the machine's devices, its context included; 0 if it has not used it. For the
+// NVML library beside this one.
+API size_t memfit_process_bytes(int physical) {
+  size_t bytes = 0;
+  if (lock_quietly())
+    for (int i = 0; i < settings.count; i++)
+      if (settings.physical[i] == physical && accounts[i].context)
+        bytes = settings.context_bytes + accounts[i].used_bytes;
   unlock();
   return bytes;
 }

@@ -1,4 +1,4 @@
-// The properties of the one device.
+// The devices: all of one model, each with its number, and the one that each thread uses.
 #include "stub.h"
 
 #include <stdio.h>
@@ -35,12 +35,15 @@ static const Architecture *architecture(void) {
   return best;
 }
 
-static struct cudaDeviceProp properties(void) {
+static struct cudaDeviceProp properties(int ordinal) {
   const Architecture *a = architecture();
   struct cudaDeviceProp p;
   memset(&p, 0, sizeof p);
   snprintf(p.name, sizeof p.name, "%s", settings.name);
-  memcpy(p.uuid.bytes, "memfit-gpu-00000", 16);
+  int physical = settings.physical[ordinal];
+  char uuid[20];
+  snprintf(uuid, sizeof uuid, "memfit-gpu-%05d", physical);
+  memcpy(p.uuid.bytes, uuid, 16);
   p.totalGlobalMem = settings.total_bytes;
   p.major = settings.compute_capability / 10;
   p.minor = settings.compute_capability % 10;
@@ -66,7 +69,7 @@ static struct cudaDeviceProp properties(void) {
   p.textureAlignment = p.surfaceAlignment = 512;
   p.texturePitchAlignment = 32;
   p.memoryBusWidth = 5120;
-  p.pciBusID = 1;
+  p.pciBusID = physical + 1;
   p.asyncEngineCount = 3;
   p.concurrentKernels = p.canMapHostMemory = p.unifiedAddressing = p.hostRegisterSupported = 1;
   p.managedMemory = p.concurrentManagedAccess = p.cooperativeLaunch = p.streamPrioritiesSupported = 1;
@@ -87,13 +90,17 @@ API cudaError_t cudaGetDevice(int *ordinal) {
   lock();
   bool any = settings.count > 0;
   unlock();
-  *ordinal = 0;
+  *ordinal = current_device;
   return any ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 
 API cudaError_t cudaSetDevice(int ordinal) {
   lock();
   bool any = settings.count > 0, known = visible(ordinal);
+  if (known) {  // since CUDA 12 this makes the context
+    current_device = ordinal;
+    accounts[ordinal].context = true;
+  }
   unlock();
   return known ? cudaSuccess : fail(any ? cudaErrorInvalidDevice : cudaErrorNoDevice);
 }
@@ -101,7 +108,7 @@ API cudaError_t cudaSetDevice(int ordinal) {
 API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int ordinal) {
   lock();
   bool known = visible(ordinal);
-  if (known) *out = properties();
+  if (known) *out = properties(ordinal);
   unlock();
   return known ? cudaSuccess : fail(cudaErrorInvalidDevice);
 }
@@ -188,7 +195,7 @@ static int attribute(const struct cudaDeviceProp *p, enum cudaDeviceAttr attribu
 API cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr wanted, int ordinal) {
   lock();
   bool known = visible(ordinal);
-  struct cudaDeviceProp p = properties();
+  struct cudaDeviceProp p = properties(known ? ordinal : 0);
   unlock();
   if (!known) return fail(cudaErrorInvalidDevice);
   *value = attribute(&p, wanted);
@@ -206,12 +213,21 @@ int blocks_per_sm(int threads_per_block) {
 }
 
 API cudaError_t cudaDeviceGetPCIBusId(char *out, int room, int ordinal) {
-  snprintf(out, room, "0000:%02X:00.0", ordinal + 1);
-  return cudaSuccess;
+  struct cudaDeviceProp p;
+  cudaError_t error = cudaGetDeviceProperties(&p, ordinal);
+  if (!error) snprintf(out, room, "0000:%02X:00.0", p.pciBusID);
+  return error;
 }
 API cudaError_t cudaDeviceGetByPCIBusId(int *ordinal, const char *bus) {
-  *ordinal = 0;
-  return cudaSuccess;
+  unsigned domain, number;
+  if (sscanf(bus, "%x:%x", &domain, &number) != 2) return fail(cudaErrorInvalidValue);
+  lock();
+  int found = 0;
+  while (found < settings.count && settings.physical[found] + 1 != (int)number) found++;
+  bool any = found < settings.count;
+  unlock();
+  *ordinal = found;
+  return any ? cudaSuccess : fail(cudaErrorInvalidDevice);
 }
 API cudaError_t cudaDriverGetVersion(int *version) {
   *version = CUDART_VERSION;
@@ -227,10 +243,23 @@ API cudaError_t cudaGetDeviceFlags(unsigned *flags) {
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) {
-  *can = 0;
-  return cudaSuccess;
+  lock();
+  bool known = visible(a) && visible(b);
+  *can = known && a != b && settings.peers;
+  unlock();
+  return known ? cudaSuccess : fail(cudaErrorInvalidDevice);
 }
-API cudaError_t cudaDeviceEnablePeerAccess(int ordinal, unsigned flags) { return fail(cudaErrorInvalidDevice); }
+API cudaError_t cudaDeviceEnablePeerAccess(int ordinal, unsigned flags) {
+  int can;
+  cudaError_t error = cudaDeviceCanAccessPeer(&can, current_device, ordinal);
+  if (error) return error;
+  return can ? cudaSuccess : fail(cudaErrorPeerAccessUnsupported);
+}
+SUCCEEDS(cudaDeviceDisablePeerAccess, int ordinal)
+API cudaError_t cudaDeviceGetP2PAttribute(int *value, enum cudaDeviceP2PAttr attribute, int a, int b) {
+  *value = 0;
+  return attribute == cudaDevP2PAttrAccessSupported ? cudaDeviceCanAccessPeer(value, a, b) : cudaSuccess;
+}
 SUCCEEDS(cudaDeviceSetLimit, enum cudaLimit limit, size_t value)
 SUCCEEDS(cudaSetDeviceFlags, unsigned flags)
 SUCCEEDS(cudaInitDevice, int ordinal, unsigned device_flags, unsigned flags)

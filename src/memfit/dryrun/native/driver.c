@@ -11,7 +11,8 @@
 #define DRIVER_SUCCEEDS(name, ...) \
   DRIVER(name, __VA_ARGS__) { return CUDA_SUCCESS; }
 
-static int context_token, module_token;
+static int module_token;
+static char contexts[MOST_DEVICES];  // their addresses are the handles
 
 // ------------------------------------------------------------------- device ----
 
@@ -46,8 +47,9 @@ DRIVER(cuDeviceGetUuid_v2, CUuuid *out, CUdevice device) {
   return CUDA_SUCCESS;
 }
 DRIVER(cuDeviceTotalMem_v2, size_t *bytes, CUdevice device) {
-  size_t free_bytes;
-  cudaMemGetInfo(&free_bytes, bytes);
+  lock();
+  *bytes = settings.total_bytes;
+  unlock();
   return CUDA_SUCCESS;
 }
 DRIVER(cuMemGetInfo_v2, size_t *free_bytes, size_t *total_bytes) {
@@ -97,20 +99,47 @@ DRIVER(cuGetErrorName, CUresult code, const char **name) {
 }
 
 DRIVER(cuDevicePrimaryCtxGetState, CUdevice device, unsigned *flags, int *active) {
+  lock();
+  bool known = device >= 0 && device < settings.count;
+  *active = known && accounts[device].context;
+  unlock();
   *flags = 0;
-  *active = 1;
-  return CUDA_SUCCESS;
+  return known ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
-static CUresult the_context(CUcontext *out) {
-  *out = (CUcontext)&context_token;
-  return CUDA_SUCCESS;
+DRIVER(cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice device) {
+  lock();
+  bool known = device >= 0 && device < settings.count;
+  if (known) accounts[device].context = true;
+  unlock();
+  *out = known ? (CUcontext)&contexts[device] : NULL;
+  return known ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
-DRIVER(cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice device) { return the_context(out); }
 DRIVER_SUCCEEDS(cuDevicePrimaryCtxRelease_v2, CUdevice device)
-DRIVER(cuCtxGetCurrent, CUcontext *out) { return the_context(out); }
-DRIVER(cuCtxPopCurrent_v2, CUcontext *out) { return the_context(out); }
-DRIVER_SUCCEEDS(cuCtxPushCurrent_v2, CUcontext context)
-DRIVER_SUCCEEDS(cuCtxSetCurrent, CUcontext context)
+
+static __thread int pushed[16], depth;
+
+static void use_context(CUcontext context) {
+  size_t device = (size_t)((char *)context - contexts);
+  if (device < MOST_DEVICES) current_device = (int)device;
+}
+DRIVER(cuCtxGetCurrent, CUcontext *out) {
+  *out = (CUcontext)&contexts[current_device];
+  return CUDA_SUCCESS;
+}
+DRIVER(cuCtxPushCurrent_v2, CUcontext context) {
+  if (depth < (int)(sizeof pushed / sizeof *pushed)) pushed[depth++] = current_device;
+  use_context(context);
+  return CUDA_SUCCESS;
+}
+DRIVER(cuCtxPopCurrent_v2, CUcontext *out) {
+  if (out) *out = (CUcontext)&contexts[current_device];
+  if (depth) current_device = pushed[--depth];
+  return CUDA_SUCCESS;
+}
+DRIVER(cuCtxSetCurrent, CUcontext context) {
+  use_context(context);
+  return CUDA_SUCCESS;
+}
 DRIVER(cuCtxGetLimit, size_t *value, CUlimit limit) {
   return (CUresult)cudaDeviceGetLimit(value, (enum cudaLimit)limit);
 }
@@ -118,7 +147,7 @@ DRIVER_SUCCEEDS(cuCtxSetLimit, CUlimit limit, size_t value)
 DRIVER_SUCCEEDS(cuCtxSynchronize, void)
 DRIVER_SUCCEEDS(cuStreamSynchronize, CUstream stream)
 DRIVER(cuCtxGetDevice, CUdevice *device) {
-  *device = 0;
+  *device = current_device;
   return CUDA_SUCCESS;
 }
 
@@ -127,14 +156,19 @@ DRIVER(cuCtxGetDevice, CUdevice *device) {
 
 typedef struct {
   size_t bytes;
-  int holders;
+  int device, holders;
 } Physical;
 
 static Ranges mappings = {.base = DEVICE_BASE, .end = DEVICE_BASE + DEVICE_SPAN};
 
+int mapped_device(uintptr_t p) {
+  Range *mapping = ranges_find(&mappings, p);
+  return mapping ? ((Physical *)mapping->owner)->device : -1;
+}
+
 static void let_go(Physical *memory) {
   if (--memory->holders) return;
-  discharge(memory->bytes);
+  discharge(memory->device, memory->bytes);
   free(memory);
 }
 
@@ -148,20 +182,26 @@ DRIVER(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmem
        unsigned long long flags) {
   if (properties->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC) return CUDA_ERROR_NOT_SUPPORTED;
   lock();
-  Physical *memory = charge(bytes) ? malloc(sizeof *memory) : NULL;
-  if (memory) {
-    *memory = (Physical){bytes, 1};
-    *out = (uintptr_t)memory;
-    account.creates++;
+  int device = properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE ? properties->location.id : current_device;
+  if (device < 0 || device >= settings.count) {
+    unlock();
+    return CUDA_ERROR_INVALID_DEVICE;
   }
-  say("cuMemCreate(%zu) %s, used %zu\n", bytes, memory ? "done" : "out of memory", account.used_bytes);
+  Physical *memory = charge(device, bytes) ? malloc(sizeof *memory) : NULL;
+  if (memory) {
+    *memory = (Physical){bytes, device, 1};
+    *out = (uintptr_t)memory;
+    accounts[device].creates++;
+  }
+  say("cuMemCreate(%zu) on %d %s, used %zu\n", bytes, device, memory ? "done" : "out of memory",
+      accounts[device].used_bytes);
   unlock();
   return memory ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 DRIVER(cuMemRelease, CUmemGenericAllocationHandle handle) {
   lock();
-  account.releases++;
+  accounts[((Physical *)handle)->device].releases++;
   let_go((Physical *)handle);
   unlock();
   return CUDA_SUCCESS;
@@ -174,7 +214,7 @@ DRIVER(cuMemMap, CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAlloca
   if (mapping) {
     mapping->owner = (Physical *)handle;
     ((Physical *)handle)->holders++;
-    account.maps++;
+    accounts[((Physical *)handle)->device].maps++;
   }
   say("cuMemMap(%#llx, %zu)\n", at, bytes);
   unlock();
@@ -183,12 +223,13 @@ DRIVER(cuMemMap, CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAlloca
 
 DRIVER(cuMemUnmap, CUdeviceptr at, size_t bytes) {
   lock();
+  Account *account = &accounts[device_of(at)];
   for (Range *mapping; (mapping = ranges_from(&mappings, at)) && mapping->at + mapping->length <= at + bytes;) {
     let_go(mapping->owner);
     ranges_remove(&mappings, mapping);
   }
-  account.unmaps++;
-  say("cuMemUnmap(%#llx, %zu), used %zu\n", at, bytes, account.used_bytes);
+  account->unmaps++;
+  say("cuMemUnmap(%#llx, %zu), used %zu\n", at, bytes, account->used_bytes);
   unlock();
   return CUDA_SUCCESS;
 }
@@ -209,7 +250,7 @@ DRIVER(cuPointerGetAttribute, void *value, CUpointer_attribute attribute, CUdevi
       *(CUdeviceptr *)value = p;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-      *(int *)value = 0;
+      *(int *)value = known.device;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
       *(unsigned *)value = known.type == cudaMemoryTypeDevice ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
@@ -274,7 +315,7 @@ DRIVER(cuGetExportTable, const void **table, const CUuuid *id) {
 static void *entry_point(const char *name) {
   static void *self;
   Dl_info info;
-  if (!self && dladdr((void *)&context_token, &info)) self = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  if (!self && dladdr((void *)contexts, &info)) self = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
   if (!self) return NULL;
   char second[128];
   snprintf(second, sizeof second, "%s_v2", name);

@@ -4,7 +4,7 @@
 #include <string.h>
 
 static cudaError_t launched(void) {
-  __atomic_add_fetch(&account.launches, 1, __ATOMIC_RELAXED);
+  __atomic_add_fetch(&accounts[current_device].launches, 1, __ATOMIC_RELAXED);
   return cudaSuccess;
 }
 

@@ -16,14 +16,22 @@ uintptr_t take_addresses(size_t bytes, size_t charged_bytes) {
   Range *range = at ? ranges_insert(&device, at, length) : NULL;
   if (!range) return 0;
   range->charged_bytes = charged_bytes;
+  range->device = current_device;
   return at;
+}
+
+int device_of(uintptr_t p) {
+  int mapped = mapped_device(p);
+  if (mapped >= 0) return mapped;
+  Range *range = ranges_find(&device, p);
+  return range ? range->device : 0;
 }
 
 // Gives a range back by its first address; says whether there was one.
 static bool drop_addresses(uintptr_t at) {
   Range *range = ranges_find(&device, at);
   if (!range || range->at != at) return false;
-  discharge(range->charged_bytes);
+  discharge(range->device, range->charged_bytes);
   ranges_remove(&device, range);
   return true;
 }
@@ -34,12 +42,13 @@ API cudaError_t cudaMalloc(void **out, size_t bytes) {
   size_t cost = align_up(bytes, DEVICE_PAGE);
   lock();
   uintptr_t at = 0;
-  if (cost >= bytes && charge(cost)) {
+  Account *account = &accounts[current_device];
+  if (cost >= bytes && charge(current_device, cost)) {
     at = take_addresses(bytes, cost);
-    if (!at) discharge(cost);
+    if (!at) discharge(current_device, cost);
   }
-  account.mallocs += at != 0;
-  say("cudaMalloc(%zu) -> %#lx, used %zu\n", bytes, (unsigned long)at, account.used_bytes);
+  account->mallocs += at != 0;
+  say("cudaMalloc(%zu) on %d -> %#lx, used %zu\n", bytes, current_device, (unsigned long)at, account->used_bytes);
   unlock();
   *out = (void *)at;
   return at ? cudaSuccess : fail(cudaErrorMemoryAllocation);
@@ -47,16 +56,19 @@ API cudaError_t cudaMalloc(void **out, size_t bytes) {
 
 API cudaError_t cudaFree(void *p) {
   lock();
+  Account *account = &accounts[p ? device_of((uintptr_t)p) : current_device];
+  account->context = true;
   bool had = p && drop_addresses((uintptr_t)p);
-  account.frees += had;
-  if (p) say("cudaFree(%p), used %zu\n", p, account.used_bytes);
+  account->frees += had;
+  if (p) say("cudaFree(%p), used %zu\n", p, account->used_bytes);
   unlock();
   return had || !p ? cudaSuccess : fail(cudaErrorInvalidValue);
 }
 
 API cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
   lock();
-  size_t taken = settings.context_bytes + account.used_bytes;
+  accounts[current_device].context = true;
+  size_t taken = settings.context_bytes + accounts[current_device].used_bytes;
   *free_bytes = taken < settings.total_bytes ? settings.total_bytes - taken : 0;
   *total_bytes = settings.total_bytes;
   unlock();
@@ -64,9 +76,14 @@ API cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
 }
 
 // -------------------------------------------------- stream-ordered allocation ----
-// One pool, which gives everything back at once.
+// One pool per device, which gives everything back at once.
 
-static int pool_token;
+static char pool_tokens[MOST_DEVICES];
+
+static Account *account_of_pool(cudaMemPool_t pool) {
+  size_t device = (size_t)((char *)pool - pool_tokens);
+  return &accounts[device < MOST_DEVICES ? device : 0];
+}
 
 API cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream) { return cudaMalloc(out, bytes); }
 API cudaError_t cudaMallocFromPoolAsync(void **out, size_t bytes, cudaMemPool_t pool, cudaStream_t stream) {
@@ -74,7 +91,7 @@ API cudaError_t cudaMallocFromPoolAsync(void **out, size_t bytes, cudaMemPool_t 
 }
 API cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) { return cudaFree(p); }
 API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int ordinal) {
-  *pool = (cudaMemPool_t)&pool_token;
+  *pool = (cudaMemPool_t)&pool_tokens[ordinal >= 0 && ordinal < MOST_DEVICES ? ordinal : 0];
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceGetMemPool(cudaMemPool_t *pool, int ordinal) {
@@ -82,14 +99,15 @@ API cudaError_t cudaDeviceGetMemPool(cudaMemPool_t *pool, int ordinal) {
 }
 API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *value) {
   lock();
+  const Account *account = account_of_pool(pool);
   switch (attribute) {
     case cudaMemPoolAttrReservedMemCurrent:
     case cudaMemPoolAttrUsedMemCurrent:
-      *(uint64_t *)value = account.used_bytes;
+      *(uint64_t *)value = account->used_bytes;
       break;
     case cudaMemPoolAttrReservedMemHigh:
     case cudaMemPoolAttrUsedMemHigh:
-      *(uint64_t *)value = account.peak_bytes;
+      *(uint64_t *)value = account->peak_bytes;
       break;
     case cudaMemPoolAttrReleaseThreshold:
       *(uint64_t *)value = 0;
@@ -102,8 +120,9 @@ API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr
 }
 API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *value) {
   lock();
+  Account *account = account_of_pool(pool);
   if (attribute == cudaMemPoolAttrReservedMemHigh || attribute == cudaMemPoolAttrUsedMemHigh)
-    account.peak_bytes = account.used_bytes;
+    account->peak_bytes = account->used_bytes;
   unlock();
   return cudaSuccess;
 }
@@ -154,11 +173,11 @@ API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, cons
   lock();
   if (is_device_address(p)) {
     out->type = cudaMemoryTypeDevice;
-    out->device = 0;
+    out->device = device_of((uintptr_t)p);
     out->devicePointer = (void *)p;
   } else if (ranges_find(&pinned, (uintptr_t)p)) {
     out->type = cudaMemoryTypeHost;
-    out->device = 0;
+    out->device = current_device;
     out->hostPointer = out->devicePointer = (void *)p;
   }
   unlock();

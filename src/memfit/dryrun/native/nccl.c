@@ -1,29 +1,41 @@
-// NCCL for a process that is alone (torchrun with one process): a collective over one rank has nothing to do. More
-// ranks are refused: there is one made-up GPU. NCCL's own buffers are not modelled. nccl.h needs nothing but these.
+// NCCL for one process of a job whose others are absent. A collective moves nothing; what the results of the others
+// would be is `collectives.py`'s to say. PyTorch's own ProcessGroupNCCL runs over this, so its buffers, streams and
+// orders are the real ones. What NCCL itself takes for a communicator of several ranks is an estimate, and charged
+// to the device. nccl.h needs nothing but these.
 #include "stub.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { DONE = 0, INTERNAL_ERROR = 3, INVALID_USAGE = 5 };
+enum { DONE = 0, UNHANDLED_CUDA_ERROR = 1, INVALID_ARGUMENT = 4 };
 
 typedef struct {
-  int rank, ranks;
+  int rank, ranks, device;
+  size_t charged_bytes;
 } Communicator;
 typedef struct {
   char bytes[128];
 } UniqueId;
 
+static __thread const char *last_error = "";
+
 static int join(Communicator **out, int ranks, int rank) {
   *out = NULL;
-  if (ranks != 1) {
-    note_unknown_call("ncclCommInitRank with more than one rank");
-    return INVALID_USAGE;
+  if (ranks < 1 || rank < 0 || rank >= ranks) return INVALID_ARGUMENT;
+  Communicator *made = calloc(1, sizeof *made);
+  if (!made) return UNHANDLED_CUDA_ERROR;
+  lock();
+  *made = (Communicator){rank, ranks, current_device, ranks > 1 ? settings.nccl_communicator_bytes : 0};
+  bool fits = charge(made->device, made->charged_bytes);
+  unlock();
+  if (!fits) {
+    free(made);
+    last_error = "CUDA failure 2 'out of memory'";
+    return UNHANDLED_CUDA_ERROR;
   }
-  *out = malloc(sizeof **out);
-  if (!*out) return INTERNAL_ERROR;
-  **out = (Communicator){rank, ranks};
-  note_estimate("NCCL buffers");
+  *out = made;
+  if (ranks > 1) note_estimate("NCCL communicator");
+  else note_estimate("NCCL buffers");
   return DONE;
 }
 
@@ -31,6 +43,7 @@ API int ncclGetUniqueId(UniqueId *id) {
   memset(id, 1, sizeof *id);
   return DONE;
 }
+API int ncclCommGetUniqueId(Communicator *communicator, UniqueId *id) { return ncclGetUniqueId(id); }
 API int ncclCommInitRank(Communicator **out, int ranks, UniqueId id, int rank) { return join(out, ranks, rank); }
 API int ncclCommInitRankConfig(Communicator **out, int ranks, UniqueId id, int rank, void *config) {
   return join(out, ranks, rank);
@@ -38,9 +51,20 @@ API int ncclCommInitRankConfig(Communicator **out, int ranks, UniqueId id, int r
 API int ncclCommInitRankScalable(Communicator **out, int ranks, int rank, int ids, UniqueId *id, void *config) {
   return join(out, ranks, rank);
 }
-API int ncclCommInitAll(Communicator **out, int devices, const int *list) { return join(out, devices, 0); }
+API int ncclCommInitAll(Communicator **out, int devices, const int *list) {
+  for (int i = 0; i < devices; i++) {
+    int before = current_device;
+    if (list) cudaSetDevice(list[i]);
+    int error = join(&out[i], devices, i);
+    cudaSetDevice(before);
+    if (error) return error;
+  }
+  return DONE;
+}
+// PyTorch knows the new group's size itself; here the parent's is as good.
 API int ncclCommSplit(Communicator *from, int color, int key, Communicator **out, void *config) {
-  return join(out, from->ranks, from->rank);
+  *out = NULL;
+  return color < 0 ? DONE : join(out, from->ranks, from->rank);
 }
 API int ncclCommCount(const Communicator *communicator, int *ranks) {
   *ranks = communicator->ranks;
@@ -51,7 +75,7 @@ API int ncclCommUserRank(const Communicator *communicator, int *rank) {
   return DONE;
 }
 API int ncclCommCuDevice(const Communicator *communicator, int *ordinal) {
-  *ordinal = 0;
+  *ordinal = communicator->device;
   return DONE;
 }
 API int ncclCommGetAsyncError(Communicator *communicator, int *error) {
@@ -59,10 +83,27 @@ API int ncclCommGetAsyncError(Communicator *communicator, int *error) {
   return DONE;
 }
 API int ncclCommDestroy(Communicator *communicator) {
+  if (!communicator) return DONE;
+  lock();
+  discharge(communicator->device, communicator->charged_bytes);
+  unlock();
   free(communicator);
   return DONE;
 }
 API int ncclCommAbort(Communicator *communicator) { return ncclCommDestroy(communicator); }
+API const char *ncclGetLastError(const Communicator *communicator) { return last_error; }
+API int ncclMemAlloc(void **out, size_t bytes) {
+  return cudaMalloc(out, bytes) ? UNHANDLED_CUDA_ERROR : DONE;
+}
+API int ncclMemFree(void *p) { return cudaFree(p) ? UNHANDLED_CUDA_ERROR : DONE; }
+API int ncclCommRegister(const Communicator *communicator, void *buffer, size_t bytes, void **handle) {
+  *handle = buffer;
+  return DONE;
+}
+API int ncclRedOpCreatePreMulSum(int *operation, void *scalar, int type, int residence, Communicator *communicator) {
+  *operation = 5;  // the first number past NCCL's own
+  return DONE;
+}
 EXPORT_CONSTANT(ncclCommFinalize, DONE)
 EXPORT_CONSTANT(ncclGroupStart, DONE)
 EXPORT_CONSTANT(ncclGroupEnd, DONE)

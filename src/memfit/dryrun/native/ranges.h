@@ -9,6 +9,7 @@ typedef struct Range {
   size_t charged_bytes;   // physical memory that goes when the range goes
   unsigned long ordinal;  // how many ranges were taken before this one
   void *owner;
+  int device;
   size_t gap, widest_gap;  // free bytes right before it; the widest gap of its subtree
   unsigned priority;
   struct Range *left, *right;

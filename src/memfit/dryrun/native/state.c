@@ -9,7 +9,8 @@
 #include <sys/mman.h>
 
 Settings settings;
-Account account;
+Account accounts[MOST_DEVICES];
+__thread int current_device;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static bool alive;
@@ -25,15 +26,25 @@ static bool equals(const char *name, const char *value) {
   return text && !strcmp(text, value);
 }
 
-// CUDA_VISIBLE_DEVICES as the driver reads it, for one device: the list ends at the first entry that names no device.
-static int visible_devices(int count) {
+// CUDA_VISIBLE_DEVICES as the driver reads it: the list ends at the first entry that names no device, and a device that
+// is named twice leaves none.
+static int visible_devices(int count, int *physical) {
   const char *text = getenv("CUDA_VISIBLE_DEVICES");
-  if (!text) return count;
-  while (*text == ' ') text++;
-  if (!strncmp(text, "GPU-", 4)) return count;
-  char *end;
-  long first = strtol(text, &end, 10);
-  return end != text && first >= 0 && first < count ? 1 : 0;
+  bool all = !text || !strncmp(text, "GPU-", 4);
+  int found = 0;
+  for (; all && found < count; found++) physical[found] = found;
+  while (!all && found < count) {
+    char *end;
+    long one = strtol(text, &end, 10);
+    if (end == text || one < 0 || one >= count) break;
+    for (int i = 0; i < found; i++)
+      if (physical[i] == one) return 0;
+    physical[found++] = (int)one;
+    while (*end == ' ') end++;
+    if (*end != ',') break;
+    text = end + 1;
+  }
+  return found;
 }
 
 static void read_settings(void) {
@@ -46,8 +57,11 @@ static void read_settings(void) {
   settings.nvml_total_bytes = number("MEMFIT_GPU_NVML_TOTAL_BYTES", settings.total_bytes);
   if (settings.nvml_total_bytes < settings.total_bytes) settings.nvml_total_bytes = settings.total_bytes;
   settings.context_bytes = number("MEMFIT_GPU_CONTEXT_BYTES", 0);
-  settings.count = visible_devices(number("MEMFIT_GPU_COUNT", 1) ? 1 : 0);
+  size_t count = number("MEMFIT_GPU_COUNT", 1);
+  settings.count = visible_devices(count < MOST_DEVICES ? (int)count : MOST_DEVICES, settings.physical);
+  settings.peers = number("MEMFIT_GPU_PEERS", 1) != 0;
   settings.cudnn_workspace_bytes = number("MEMFIT_CUDNN_WORKSPACE_BYTES", 0);
+  settings.nccl_communicator_bytes = number("MEMFIT_NCCL_COMMUNICATOR_BYTES", 0);
   settings.first_fit = equals("MEMFIT_ADDRESSES", "firstfit");
   settings.manual_events = equals("MEMFIT_EVENTS", "manual");
   settings.log = equals("MEMFIT_STUB_LOG", "1");
@@ -84,17 +98,19 @@ bool lock_quietly(void) {
   return alive;
 }
 
-bool charge(size_t bytes) {
-  if (settings.context_bytes + account.used_bytes + bytes > settings.total_bytes) {
-    account.failed++;
+bool charge(int device, size_t bytes) {
+  Account *account = &accounts[device];
+  account->context = true;
+  if (settings.context_bytes + account->used_bytes + bytes > settings.total_bytes) {
+    account->failed++;
     return false;
   }
-  account.used_bytes += bytes;
-  if (account.used_bytes > account.peak_bytes) account.peak_bytes = account.used_bytes;
+  account->used_bytes += bytes;
+  if (account->used_bytes > account->peak_bytes) account->peak_bytes = account->used_bytes;
   return true;
 }
 
-void discharge(size_t bytes) { account.used_bytes -= bytes; }
+void discharge(int device, size_t bytes) { accounts[device].used_bytes -= bytes; }
 
 void say(const char *format, ...) {
   if (!settings.log) return;

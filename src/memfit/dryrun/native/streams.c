@@ -1,4 +1,4 @@
-// Streams and events. One clock serves all streams: synchronising any stream completes all events.
+// Streams and events. A stream's last bits are its device. One clock serves all streams: synchronising any stream completes all events.
 #include "stub.h"
 
 #include <stdlib.h>
@@ -20,7 +20,8 @@ static void complete_everything(void) {
 static cudaError_t new_stream(cudaStream_t *stream) {
   static uintptr_t last = FIRST_STREAM;
   lock();
-  *stream = (cudaStream_t)(last += 0x100);
+  *stream = (cudaStream_t)((last += 0x100) + (uintptr_t)current_device);
+  accounts[current_device].context = true;
   unlock();
   return cudaSuccess;
 }
@@ -43,7 +44,8 @@ API cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id) {
   return cudaSuccess;
 }
 API cudaError_t cudaStreamGetDevice(cudaStream_t stream, int *ordinal) {
-  *ordinal = 0;
+  uintptr_t at = (uintptr_t)stream;
+  *ordinal = at > FIRST_STREAM && at < DEVICE_BASE ? (int)(at & 0xFF) : current_device;
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
