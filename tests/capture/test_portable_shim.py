@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memfit.capture import cuda_autocast
-from memfit.capture.accumulation import accumulates
 from memfit.capture.cuda_autocast import autocast_operators
 from memfit.capture.cuda_shim import Shim, cuda_operators
 from memfit.core.errors import WorkloadFailed
+from memfit.profiling.accumulation import accumulates
 
 READS: list[tuple[str, str]] = []
 

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.allocators.base import OutOfMemory
 from memfit.allocators.caching import CachingAllocator, CachingConfig
 from memfit.allocators.chunks import Chunk
-from memfit.capture.accumulation import accumulates
 from memfit.capture.cuda_shim import Shim, cuda_operators
 from memfit.capture.cuda_temporaries import RESULTS, Temporaries, device_results
 from memfit.capture.measure import STEPS, measure_step, out_of_memory_as_value
@@ -33,6 +32,7 @@ from memfit.capture.tracker import StepTracker
 from memfit.capture.true_values import Reads, read_place, reads_to_json
 from memfit.capture.workloads import from_reference
 from memfit.core.devices import GPU, find_gpu
+from memfit.profiling.accumulation import accumulates
 
 DEVICE = "meta"
 _SETTINGS_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -16,11 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memfit.capture.accumulation import accumulates
 from memfit.capture.attribution import Attribution
 from memfit.capture.graph import Op, StepGraph, Storage
 from memfit.capture.operators import OpCall, sparse_parts, tensors_in
 from memfit.capture.step import TrainingStep
+from memfit.profiling.accumulation import accumulates
 
 WARM_UP_STEPS = 2
 
