@@ -76,6 +76,24 @@ def test_one_worker_serves_many_gpus(gpu_worker):
 
 
 @pytest.mark.dryrun
+def test_modules_that_ask_for_the_capability_get_that_of_each_gpu(tmp_path, monkeypatch):
+    (tmp_path / "asks_on_import.py").write_text(
+        "import torch\n"
+        "assert torch.cuda.is_available()\n"
+        "SEEN = list(torch.cuda.get_device_capability()), torch.cuda.get_device_properties(0).major\n"
+        "def seen():\n"
+        "    return [*SEEN, list(torch.cuda.get_device_capability()), torch.cuda.is_initialized()]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Worker(find_gpu("a100-80gb"), preload=("torch", "asks_on_import")) as worker:
+        for key in ("a100-80gb", "a100-40gb", "h100-80gb"):
+            gpu = find_gpu(key)
+            capability = list(gpu.compute_capability)
+            seen = worker.call("asks_on_import:seen", gpu=gpu)
+            assert seen == [capability, capability[0], capability, True]
+
+
+@pytest.mark.dryrun
 def test_out_of_memory_is_a_value(gpu_worker):
     oom = gpu_worker.call("worker_targets:out_of_memory")["oom"]
     assert oom["asked_bytes"] == 1 << 42

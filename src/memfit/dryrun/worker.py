@@ -49,16 +49,19 @@ class Worker:
     Args:
         gpu: the made-up GPU of calls that name none; ``None`` starts a worker without any (CPU and meta
             tensors only).
-        preload: modules to import before the first fork. A module that touches CUDA on import must not be
-            named here.
+        preload: modules to import before the first fork. A module that computes with CUDA on import must
+            not be named here; one that asks for the capability may.
 
     The process starts at once, and is first waited for by the first call. Safe to use from several threads.
     """
 
     def __init__(self, gpu: GPU | None, *, preload: tuple[str, ...] = ("torch",)) -> None:
         self.gpu = gpu
+        self._preload = preload
         self._lock = threading.Lock()
         self._ready = False
+        self._capability: str | None = None  # the only one that the loaded modules are right for
+        self._others: dict[str, Worker] = {}  # workers for other capabilities, where that matters
         ours, theirs = socket.socketpair()
         start = _START.format(source=str(_SOURCE), fd=theirs.fileno(), preload=preload)
         try:
@@ -121,6 +124,8 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and everything that it forked. A closed worker cannot be used again."""
+        for other in self._others.values():
+            other.close()
         self._control.close()
         if not self._ready:  # it may still be loading torch, and has forked nothing yet
             self._process.kill()
@@ -148,6 +153,7 @@ class Worker:
         session: bool = False,
     ) -> _Fork:
         device = gpu or self.gpu
+        worker = self._right_for(device)
         request = {
             "do": "fork",
             "target": target,
@@ -157,29 +163,51 @@ class Worker:
         }
         ours, theirs = socket.socketpair()
         try:
-            pid = self._ask(request, theirs)["pid"]
+            pid = worker._ask(request, theirs)["pid"]
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        return _Fork(self, ours, pid, what)
+        return _Fork(worker, ours, pid, what)
+
+    def _right_for(self, gpu: GPU | None) -> Worker:
+        """This worker, or one of its own kind where a loaded module has looked at another capability."""
+        with self._lock:
+            self._wait()
+            if gpu is None or self._capability in (None, gpu_settings(gpu)["MEMFIT_GPU_CC"]):
+                return self
+            wanted = gpu_settings(gpu)["MEMFIT_GPU_CC"]
+            if wanted not in self._others:
+                self._others[wanted] = Worker(gpu, preload=self._preload)
+            return self._others[wanted]
 
     def _ask(self, request: Mapping[str, Any], passed: socket.socket | None = None) -> dict[str, Any]:
         """One question to the worker process and its answer; waits for the process to be ready first."""
         with self._lock:
+            self._wait()
             try:
-                if not self._ready:
-                    _raise_error(receive(self._control))
-                    self._ready = True
                 send(self._control, request, passed)
                 answer: dict[str, Any] = receive(self._control)
             except (EOFError, OSError) as problem:
-                code = self._process.poll()
-                state = "was closed" if code is None else _ending(code)
-                raise ToolFailure(f"the dry run's worker process {state}") from problem
+                raise self._gone() from problem
         _raise_error(answer)
         return answer
+
+    def _wait(self) -> None:
+        """Until the process has loaded its modules. The caller holds the lock."""
+        if self._ready:
+            return
+        try:
+            answer = receive(self._control)
+        except (EOFError, OSError) as problem:
+            raise self._gone() from problem
+        _raise_error(answer)
+        self._ready, self._capability = True, answer["capability"]
+
+    def _gone(self) -> ToolFailure:
+        code = self._process.poll()
+        return ToolFailure(f"the dry run's worker process {'was closed' if code is None else _ending(code)}")
 
 
 class Session:

@@ -19,9 +19,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from memfit.core.errors import CannotRunHere, MemfitError, ToolFailure
+from memfit.core.errors import MemfitError, ToolFailure
 from memfit.dryrun.messages import receive, receive_with_socket, send
 from memfit.dryrun.places import has_user_frame, is_out_of_memory, oom_value, workload_failed
+from memfit.dryrun.preloading import Preload
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_SECONDS = 1.0
@@ -41,14 +42,15 @@ def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
     control = socket.socket(fileno=descriptor)
     parent = os.getppid()
     sys.argv = ["memfit"]
+    loaded = Preload()
     try:
-        _load(preload)
+        loaded.load(preload)
     except MemfitError as problem:
         send(control, _error(problem))
         os._exit(1)
     gc.collect()
     gc.freeze()  # forks then neither scan nor copy what is shared
-    send(control, {"ready": True})
+    send(control, {"ready": True, "capability": loaded.bound_to})
     children: set[int] = set()
     try:
         while os.getppid() == parent:
@@ -59,20 +61,6 @@ def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
     for child in children:
         os.kill(child, signal.SIGKILL)
     os._exit(0)
-
-
-def _load(preload: Sequence[str]) -> None:
-    for name in preload:
-        try:
-            importlib.import_module(name.removeprefix("?"))
-        except ImportError as problem:
-            if not name.startswith("?"):
-                raise CannotRunHere(f"{name} cannot be imported: {problem}") from None
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise ToolFailure(
-            f"importing {', '.join(preload)} initialised CUDA, so no dry run can be forked from here"
-        )
 
 
 def _answer(control: socket.socket, children: set[int]) -> None:
