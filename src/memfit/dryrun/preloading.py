@@ -1,7 +1,7 @@
 """Imports for the worker process: modules that ask what the GPU is get its answer without starting CUDA.
 
 torchao, which transformers imports where it is installed, chooses kernels by the device's capability as soon
-as it is imported. PyTorch starts CUDA to answer that, and a process that has started CUDA cannot be forked from.
+as it is imported. PyTorch starts CUDA to answer that, and what has started CUDA cannot be forked from.
 """
 
 from __future__ import annotations
