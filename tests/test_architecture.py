@@ -59,6 +59,7 @@ CHILD_MODULES = {
     "memfit.dryrun.collect",
     "memfit.dryrun.interception",
     "memfit.dryrun.labels",
+    "memfit.dryrun.measured",
     "memfit.dryrun.owners",
     "memfit.dryrun.probe",
     "memfit.dryrun.recording",

@@ -11,8 +11,8 @@ import torch
 
 from memfit.core.files import write_atomically
 from memfit.dryrun.frames import place_in_traceback
-from memfit.dryrun.history import History
-from memfit.dryrun.probe import Probe, device_account
+from memfit.dryrun.measured import Measured, measure_devices, save_traces
+from memfit.dryrun.probe import Probe
 from memfit.dryrun.result import DryRunResult, Ended, ScriptError
 
 _SNAPSHOT_PROTOCOL = 4  # other viewers read no newer one
@@ -25,26 +25,25 @@ def write_result(
     them."""
     gpu = spec["gpu"]
     conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    history = probe.history(
-        {
-            "gpu": gpu["key"],
-            "torch": torch.__version__,
-            "command": spec["command"],
-            "allocator_settings": conf,
-        }
-    )
+    meta = {
+        "gpu": gpu["key"],
+        "torch": torch.__version__,
+        "command": spec["command"],
+        "allocator_settings": conf,
+    }
+    measured = measure_devices(probe, gpu, meta, all_of=spec["all_gpus_of"])
     if spec["trace"]:
-        history.trace.save(spec["trace"])
+        save_traces(measured, spec["trace"])
     if spec["snapshot"]:
         content = pickle.dumps(probe.recording.snapshot(), protocol=_SNAPSHOT_PROTOCOL)
         write_atomically(spec["snapshot"], content)
-    result = make_result(probe, history, gpu, ended=cast(Ended, ended), exit_code=exit_code, error=error)
+    result = make_result(probe, measured, gpu, ended=cast(Ended, ended), exit_code=exit_code, error=error)
     write_atomically(spec["result"], json.dumps(result.to_json()))
 
 
 def make_result(
     probe: Probe,
-    history: History,
+    measured: list[Measured],
     gpu: dict[str, Any],
     *,
     ended: Ended,
@@ -53,16 +52,15 @@ def make_result(
 ) -> DryRunResult:
     """The account of what the probe saw; ``wall_seconds`` and the scratch folder are the launcher's to
     add."""
-    peaks = probe.recording.peaks()
-    own = gpu["context_bytes"] + peaks["reserved_bytes"]
+    fullest, history = measured[0].account, measured[0].history
     return DryRunResult(
         gpu=gpu["key"],
         torch=torch.__version__,
-        peak_requested_bytes=peaks["requested_bytes"],
-        peak_allocated_bytes=peaks["allocated_bytes"],
-        peak_reserved_bytes=peaks["reserved_bytes"],
+        peak_requested_bytes=fullest.peak_requested_bytes,
+        peak_allocated_bytes=fullest.peak_allocated_bytes,
+        peak_reserved_bytes=fullest.peak_reserved_bytes,
         context_bytes=gpu["context_bytes"],
-        device_total_bytes=max(own, _highest_on_device(gpu["context_bytes"])),
+        device_total_bytes=max(gpu["context_bytes"], fullest.device_total_bytes),
         nvml_total_bytes=gpu["nvml_total_bytes"],
         runtime_total_bytes=gpu["runtime_total_bytes"],
         oom=probe.out_of_memory(ended_by=error),
@@ -74,15 +72,11 @@ def make_result(
         ended=ended,
         steps_done=probe.steps.done,
         step_peaks=history.step_peaks(),
-        peak_by_category=history.at_peak("category"),
+        peak_by_category=fullest.peak_by_category,
         peak_by_phase=history.at_peak("phase"),
         error=None if error is None else _script_error(error),
+        devices=tuple(sorted((one.account for one in measured), key=lambda account: account.index)),
     )
-
-
-def _highest_on_device(context_bytes: int) -> int:
-    account = device_account()
-    return int(account.get("peak_bytes", 0)) + context_bytes if account.get("alive") else 0
 
 
 def _script_error(error: BaseException) -> ScriptError:

@@ -45,11 +45,12 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """At ``position`` the memory at ``address`` belonged to ``category``."""
+    """At ``position`` the memory at ``address`` of a device belonged to ``category``."""
 
     position: Position
     address: int
     category: str
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class PhaseChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """What was noted beside the history while it was recorded, each list in the order of time.
+    """What was noted beside one device's history while it was recorded, each list in the order of time.
 
     Args:
         start: where the recorded events begin; not 0 where old events were dropped.

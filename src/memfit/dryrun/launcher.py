@@ -28,7 +28,7 @@ from memfit.core.devices import GPU
 from memfit.core.errors import ToolFailure, UsageError
 from memfit.dryrun.build import build_stub
 from memfit.dryrun.command import ScriptCommand, parse_command
-from memfit.dryrun.environment import compiler_caches, gpu_environment
+from memfit.dryrun.environment import MOST_GPUS, compiler_caches, gpu_environment
 from memfit.dryrun.result import DryRunResult
 
 RUN_VARIABLE = "MEMFIT_RUN"
@@ -62,6 +62,7 @@ class RunSettings:
     """How a script is run.
 
     Args:
+        gpus: how many GPUs the script's machine has.
         steps: stop after so many optimizer steps; ``"all"``: run to the script's own end.
         trace, snapshot: files to write memfit's trace and PyTorch's snapshot to.
         allow_writes: let the script write its files and reach its loggers and hubs.
@@ -69,6 +70,7 @@ class RunSettings:
         output: where the script's standard output goes; ``"stderr"`` keeps stdout free for the result.
     """
 
+    gpus: int = 1
     steps: int | Literal["all"] = 3
     trace: Path | None = None
     snapshot: Path | None = None
@@ -77,6 +79,8 @@ class RunSettings:
     output: Literal["stdout", "stderr"] = "stdout"
 
     def __post_init__(self) -> None:
+        if not 1 <= self.gpus <= MOST_GPUS:
+            raise UsageError(f"gpus {self.gpus}: ask for 1 to {MOST_GPUS}")
         if self.steps != "all" and self.steps < 1:
             raise UsageError(f"steps {self.steps}: ask for 1 or more, or for all")
         if self.timeout_seconds is not None and self.timeout_seconds <= 0:
@@ -87,6 +91,7 @@ def run_script(
     argv: Sequence[str],
     *,
     gpu: GPU,
+    gpus: int = 1,
     steps: int | Literal["all"] = 3,
     trace: str | os.PathLike[str] | None = None,
     snapshot: str | os.PathLike[str] | None = None,
@@ -99,7 +104,7 @@ def run_script(
     Args:
         argv: ``["train.py", "--lr", "1"]``, ``["python", "-m", "pkg"]``, ``["torchrun", "train.py"]`` …
         gpu: the GPU to make up.
-        steps, trace, snapshot, allow_writes, timeout_seconds, output: see `RunSettings`.
+        gpus, steps, trace, snapshot, allow_writes, timeout_seconds, output: see `RunSettings`.
 
     Returns:
         What was found. A script that fails, runs out of memory or is interrupted has a result too.
@@ -110,6 +115,7 @@ def run_script(
         ToolFailure: the process was killed, or ended without a result.
     """
     settings = RunSettings(
+        gpus=gpus,
         steps=steps,
         trace=None if trace is None else Path(trace).absolute(),
         snapshot=None if snapshot is None else Path(snapshot).absolute(),
@@ -212,7 +218,7 @@ class Launch:
                     return _ask_to_end(process, control, "timeout")
 
     def _environment(self) -> dict[str, str]:
-        environment = gpu_environment(self._gpu, base=os.environ)
+        environment = gpu_environment(self._gpu, base=os.environ, count=self._settings.gpus)
         environment.update(self._command.environment)
         environment[RUN_VARIABLE] = self._run
         environment["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "")
@@ -240,6 +246,7 @@ class Launch:
         return {
             "command": self._command.to_json(),
             "gpu": {name: getattr(self._gpu, name) for name in _GPU_FIGURES},
+            "all_gpus_of": settings.gpus,
             "steps": None if settings.steps == "all" else settings.steps,
             "result": str(self._result),
             "trace": None if settings.trace is None else str(settings.trace),

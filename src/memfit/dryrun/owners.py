@@ -21,21 +21,21 @@ class Owners:
     """Notes of who owns which address, and when it was seen.
 
     Args:
-        position: where the allocator's history is now.
+        position: where the allocator's history of a device is now.
     """
 
-    def __init__(self, position: Callable[[], Position]) -> None:
+    def __init__(self, position: Callable[[int], Position]) -> None:
         self.marks: list[Mark] = []
         self._position = position
 
     def note(self, category: str, tensors: Iterable[Any]) -> None:
         """The storages of ``tensors`` belong to ``category`` now."""
-        addresses = list(_addresses(tensors))
-        if addresses:
-            position = self._position()
-            self.marks += [
-                Mark(position=position, address=address, category=category) for address in addresses
-            ]
+        positions: dict[int, Position] = {}
+        for device, address in _addresses(tensors):
+            position = positions.get(device)
+            if position is None:
+                position = positions[device] = self._position(device)
+            self.marks.append(Mark(position=position, address=address, category=category, device=device))
 
     def note_model(self, model: torch.nn.Module) -> None:
         """Parameters, their gradients and buffers of a model."""
@@ -63,13 +63,13 @@ def _is_leaf(thing: Any) -> bool:
     return issubclass(type(thing), torch.Tensor) and thing.requires_grad and thing.is_leaf
 
 
-def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
+def _addresses(tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
         if type(local) in (torch.Tensor, torch.nn.Parameter) and local.is_cuda:
             address = address_of(local)
             if address:
-                yield address
+                yield local.device.index, address
 
 
 def _inside(value: Any) -> Iterator[torch.Tensor]:

@@ -4,8 +4,6 @@ of it."""
 from __future__ import annotations
 
 import collections
-import ctypes
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,11 +13,12 @@ import torch
 
 from memfit.dryrun import frames
 from memfit.dryrun.assumptions import true_values
+from memfit.dryrun.devices import unknown_calls
 from memfit.dryrun.history import History, Observations, PhaseChange, Position, read_history
 from memfit.dryrun.interception import intercept
 from memfit.dryrun.labels import Labels, op_name
 from memfit.dryrun.owners import Owners
-from memfit.dryrun.recording import MOST_EVENTS, Recording
+from memfit.dryrun.recording import MOST_EVENTS, Moment, Recording
 from memfit.dryrun.result import OutOfMemory, ValueRead
 from memfit.dryrun.shadow import device_tensors
 from memfit.dryrun.steps import StepCounter
@@ -53,8 +52,8 @@ class Probe:
         self.labels.on_new_root = self.owners.note_model
         self.unknown: collections.Counter[str] = collections.Counter()
         self._reads: collections.Counter[tuple[frames.Place, str, str]] = collections.Counter()
-        self._phases: list[PhaseChange] = []
-        self._step_ends: list[Position] = []
+        self._phases: list[tuple[Moment, str]] = []
+        self._step_ends: list[Moment] = []
         self._busiest = 0
         self._backwards = 0
         self._shortage: tuple[int, int, int] = (0, 0, 0)
@@ -119,15 +118,16 @@ class Probe:
         assert self._last_oom is not None
         return replace(self._last_oom, caught=False)
 
-    def history(self, meta: Mapping[str, Any]) -> History:
-        """All allocator events of the run, with what was noted about them."""
-        self.owners.note_living()
-        now = self.recording.position()
-        events = self.recording.snapshot()["device_traces"][0]
+    def history(self, device: int, meta: Mapping[str, Any]) -> History:
+        """All allocator events of the run on a device, with what was noted about them."""
+        now = self.recording.position(device)
+        events = self.recording.events(device)
         recorded = collections.Counter(event["action"] for event in events)
-        start = Position(now.allocs - recorded["alloc"], now.frees - recorded["free_requested"])
         observed = Observations(
-            start=start, marks=self.owners.marks, phases=self._phases, step_ends=self._step_ends
+            start=Position(now.allocs - recorded["alloc"], now.frees - recorded["free_requested"]),
+            marks=[mark for mark in self.owners.marks if mark.device == device],
+            phases=[PhaseChange(position=_of(moment, device), phase=phase) for moment, phase in self._phases],
+            step_ends=[_of(moment, device) for moment in self._step_ends],
         )
         return read_history(events, observed, is_user_file=frames.is_script_file, meta=meta)
 
@@ -156,7 +156,7 @@ class Probe:
         calls = unknown_calls()
         if calls:
             notes.append(f"CUDA library calls that did nothing: {', '.join(calls)}")
-        if len(self.recording.snapshot()["device_traces"][0]) >= MOST_EVENTS:
+        if max(map(len, self.recording.snapshot()["device_traces"])) >= MOST_EVENTS:
             notes.append(
                 f"the beginning of the run in the trace: it holds the last {MOST_EVENTS} events (the peaks "
                 "are whole)"
@@ -186,12 +186,12 @@ class Probe:
         self.labels.end_of_step()
         if self.steps.done > self._busiest:
             self._busiest = self.steps.done
-            self._step_ends.append(self.recording.position())
+            self._step_ends.append(self.recording.moment())
 
     def _change_phase(self, phase: str) -> None:
         if not self._backwards:
             self.labels.enter(phase)
-        self._phases.append(PhaseChange(position=self.recording.position(), phase=phase))
+        self._phases.append((self.recording.moment(), phase))
 
     def _watch_backward(self) -> None:
         """Note where each backward pass begins and ends (nested ones belong to the outermost)."""
@@ -217,8 +217,8 @@ class Probe:
         if not self.is_ours():
             return
 
-        def shortage(_device: int, asked: int, _total: int, free: int) -> None:
-            reserved = torch._C._cuda_memoryStats(0)["reserved_bytes"]["all"]["current"]
+        def shortage(device: int, asked: int, _total: int, free: int) -> None:
+            reserved = torch._C._cuda_memoryStats(device)["reserved_bytes"]["all"]["current"]
             self._shortage = (asked, free, reserved)
 
         getattr(torch._C, "_cuda_attach_out_of_memory_observer")(shortage)  # noqa: B009
@@ -236,19 +236,5 @@ def is_shortage(error: BaseException | None) -> bool:
     return False
 
 
-def unknown_calls() -> list[str]:
-    """Names of the library calls that the made-up GPU accepted without modelling them."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "memfit_unknown_calls"):
-        return []
-    library.memfit_unknown_calls.restype = ctypes.c_char_p
-    return list(json.loads(library.memfit_unknown_calls()))
-
-
-def device_account() -> dict[str, int]:
-    """What the made-up GPU itself counted: used and highest bytes, context and total."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "memfit_stats"):
-        return {}
-    library.memfit_stats.restype = ctypes.c_char_p
-    return dict(json.loads(library.memfit_stats()))
+def _of(moment: Moment, device: int) -> Position:
+    return moment[device] if device < len(moment) else Position()

@@ -2,7 +2,7 @@
 script does.
 
 A script may record and dump its own snapshots and reset peaks; it goes on seeing what it would see, while the
-dry run's record has everything.
+dry run's record has everything, of each device apart.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from typing import Any
 import torch
 from torch.cuda import memory
 
+from memfit.dryrun.devices import used_devices
 from memfit.dryrun.history import Position
 
 MOST_EVENTS = 4_000_000
 _PEAKS = ("requested_bytes", "allocated_bytes", "reserved_bytes")
+
+Moment = tuple[Position, ...]
+"""Where the history of each device is, by the device's number; of devices past its end, at its beginning."""
 
 
 class Recording:
@@ -29,12 +33,11 @@ class Recording:
 
     def __init__(self, is_ours: Callable[[], bool]) -> None:
         self._is_ours = is_ours
-        self._highest = dict.fromkeys(_PEAKS, 0)
-        self._counted = Position()  # what accumulated counters showed when the script reset them
+        self._highest: dict[int, dict[str, int]] = {}
+        self._counted: dict[int, Position] = {}  # what accumulated counters showed when the script reset them
         self._started = False
-        self._window: tuple[int, int | None, int] | None = (
-            None  # the script's own recording: from, to, at most
-        )
+        # The script's own recording: from and to (of each device), at most.
+        self._window: tuple[list[int], list[int] | None, int] | None = None
         self._snapshot = torch._C._cuda_memorySnapshot
 
     def install(self) -> None:
@@ -59,33 +62,48 @@ class Recording:
         """Whether the script has touched CUDA."""
         return self._started
 
-    def position(self) -> Position:
-        """Where the history is now."""
+    def position(self, device: int) -> Position:
+        """Where the history of a device is now."""
         if not self._started:
             return Position()
-        counts = torch._C._cuda_memoryStats(0)["allocation"]["all"]
-        return Position(counts["allocated"] + self._counted.allocs, counts["freed"] + self._counted.frees)
+        counts = torch._C._cuda_memoryStats(device)["allocation"]["all"]
+        before = self._counted.get(device, Position())
+        return Position(counts["allocated"] + before.allocs, counts["freed"] + before.frees)
 
-    def peaks(self) -> dict[str, int]:
-        """The highest requested, allocated and reserved bytes of the whole run."""
+    def moment(self) -> Moment:
+        """Where the history of every device is now."""
+        used = used_devices()
+        return tuple(
+            self.position(device) if device in used else Position()
+            for device in range(max(used, default=-1) + 1)
+        )
+
+    def peaks(self, device: int) -> dict[str, int]:
+        """The highest requested, allocated and reserved bytes of the whole run on a device."""
         if self._started:
-            self._keep_peaks()
-        return dict(self._highest)
+            self._keep_peaks(device)
+        return dict(self._highest.get(device, dict.fromkeys(_PEAKS, 0)))
+
+    def events(self, device: int) -> list[dict[str, Any]]:
+        """PyTorch's events of a device."""
+        traces = self.snapshot()["device_traces"]
+        return list(traces[device]) if device < len(traces) else []
 
     def snapshot(self) -> dict[str, Any]:
         """PyTorch's snapshot with all events."""
         empty: dict[str, Any] = {"segments": [], "device_traces": [[]], "allocator_settings": {}}
         return self._snapshot(None) if self._started else empty
 
-    def _keep_peaks(self) -> None:
-        stats = torch._C._cuda_memoryStats(0)
+    def _keep_peaks(self, device: int) -> None:
+        stats = torch._C._cuda_memoryStats(device)
+        highest = self._highest.setdefault(device, dict.fromkeys(_PEAKS, 0))
         for name in _PEAKS:
-            self._highest[name] = max(self._highest[name], stats[name]["all"]["peak"])
+            highest[name] = max(highest[name], stats[name]["all"]["peak"])
 
-    def _keep_counts(self) -> None:
-        self._counted = self.position()
+    def _keep_counts(self, device: int) -> None:
+        self._counted[device] = self.position(device)
 
-    def _guard(self, name: str, keep: Callable[[], None]) -> None:
+    def _guard(self, name: str, keep: Callable[[int], None]) -> None:
         original = getattr(torch._C, name, None)
         if original is None:
             return
@@ -93,7 +111,7 @@ class Recording:
         @functools.wraps(original)
         def guarded(*args: Any) -> Any:
             if self._started and self._is_ours():
-                keep()
+                keep(args[0])
             return original(*args)
 
         setattr(torch._C, name, guarded)
@@ -101,7 +119,7 @@ class Recording:
     def _script_records(self, enabled: Any = "all", *args: Any, **kwargs: Any) -> None:
         """The script's own ``_record_memory_history``: notes from where to where its snapshots reach."""
         torch.cuda.init()
-        count = len(self.snapshot()["device_traces"][0])
+        count = [len(trace) for trace in self.snapshot()["device_traces"]]
         if enabled in (None, False):
             if self._window is not None:
                 self._window = (self._window[0], count, self._window[2])
@@ -115,9 +133,9 @@ class Recording:
         snapshot: dict[str, Any] = self._snapshot(*args)
         if not self._is_ours():
             return snapshot
-        begin, end, most = self._window or (0, 0, 0)
-        traces = [
-            [event for event in trace[begin:end] if event["action"] != "snapshot"][-most:] if most else []
-            for trace in snapshot["device_traces"]
-        ]
+        begin, end, most = self._window or ([], [], 0)
+        traces = []
+        for device, trace in enumerate(snapshot["device_traces"]):
+            window = trace[begin[device] : None if end is None else end[device]] if most else []
+            traces.append([event for event in window if event["action"] != "snapshot"][-most:])
         return {**snapshot, "device_traces": traces}

@@ -7,6 +7,15 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from memfit.core.errors import InputError
+from memfit.dryrun.accounts import (
+    DeviceAccount,
+    GroupShape,
+    RankAccount,
+    device_from_json,
+    group_from_json,
+    imbalance,
+    rank_from_json,
+)
 
 SCHEMA_VERSION = 1
 
@@ -85,6 +94,10 @@ class ScriptError:
 class DryRunResult:
     """The outcome of one dry run. Sizes are whole bytes.
 
+    Where a process uses several GPUs, the figures are those of the fullest one, and ``devices`` has each. Where
+    several ranks of a job were run, they are those of the fullest rank (or of the first that failed), and
+    ``ranks`` has each.
+
     Args:
         engine: ``"dryrun"`` (PyTorch's real allocator on the made-up GPU) or ``"portable"``.
         gpu: key of the GPU.
@@ -110,6 +123,11 @@ class DryRunResult:
         peak_by_phase: the same by the phase in which it was allocated.
         scratch_folder: where the script's files went, if it wrote any.
         error: the exception that ended the script, if one did.
+        devices: the account of each GPU of the process.
+        rank: which rank of its job this is; None: the job has one.
+        world_size: ranks in the job.
+        ranks: the account of each rank that was run, where several were.
+        groups: the process groups that the rank is in.
     """
 
     engine: Engine = "dryrun"
@@ -135,11 +153,25 @@ class DryRunResult:
     peak_by_phase: Mapping[str, int] = field(default_factory=dict)
     scratch_folder: str | None = None
     error: ScriptError | None = None
+    devices: tuple[DeviceAccount, ...] = ()
+    rank: int | None = None
+    world_size: int = 1
+    ranks: tuple[RankAccount, ...] = ()
+    groups: tuple[GroupShape, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """Nothing ran out of memory, and the device total is within what the GPU has."""
-        return self.oom is None and self.device_total_bytes <= self.nvml_total_bytes
+        """Nothing ran out of memory, and each device total is within what the GPU has."""
+        return (
+            self.oom is None
+            and self.device_total_bytes <= self.nvml_total_bytes
+            and all(rank.fits for rank in self.ranks)
+        )
+
+    @property
+    def imbalance(self) -> float | None:
+        """How much more the fullest rank reserves than the ranks do on average; None for one rank."""
+        return imbalance(self.ranks) if self.ranks else None
 
     @property
     def libraries_bytes(self) -> int:
@@ -148,8 +180,10 @@ class DryRunResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, with ``schema_version`` first and ``fits`` included."""
-        head = {"schema_version": SCHEMA_VERSION, "fits": self.fits}
+        head = {"schema_version": SCHEMA_VERSION, "fits": self.fits, "imbalance": self.imbalance}
         body = asdict(self)
+        for device, account in zip(body["devices"], self.devices, strict=True):
+            device["fits"] = account.fits
         return {**head, **{key: _plain(value) for key, value in body.items()}}
 
     @classmethod
@@ -196,4 +230,7 @@ def _nested(value: Mapping[str, Any]) -> dict[str, Any]:
         "value_reads": tuple(ValueRead(**read) for read in value.get("value_reads", ())),
         "not_modelled": tuple(value.get("not_modelled", ())),
         "step_peaks": tuple(value.get("step_peaks", ())),
+        "devices": tuple(map(device_from_json, value.get("devices", ()))),
+        "ranks": tuple(map(rank_from_json, value.get("ranks", ()))),
+        "groups": tuple(map(group_from_json, value.get("groups", ()))),
     }

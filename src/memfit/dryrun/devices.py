@@ -1,0 +1,43 @@
+"""What the made-up GPUs themselves counted, asked in the process that uses them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from typing import Any
+
+_MOST_DEVICES = 64
+
+
+@functools.cache
+def _library() -> Any:
+    """This process's made-up GPU, or None where it is not loaded."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "memfit_device_stats"):
+        return None
+    library.memfit_device_stats.restype = ctypes.c_char_p
+    library.memfit_unknown_calls.restype = ctypes.c_char_p
+    library.memfit_used_devices.restype = ctypes.c_uint64
+    return library
+
+
+def used_devices() -> tuple[int, ...]:
+    """Numbers of the devices on which this process has a context."""
+    library = _library()
+    bits = 0 if library is None else library.memfit_used_devices()
+    if bits == 1:  # nearly always, and this is asked often
+        return (0,)
+    return tuple(device for device in range(_MOST_DEVICES) if bits >> device & 1)
+
+
+def device_account(device: int) -> dict[str, int]:
+    """A device's account: used and highest bytes (without the context), context and total."""
+    library = _library()
+    return {} if library is None else dict(json.loads(library.memfit_device_stats(device)))
+
+
+def unknown_calls() -> list[str]:
+    """Names of the library calls that the made-up GPU accepted without modelling them."""
+    library = _library()
+    return [] if library is None else list(json.loads(library.memfit_unknown_calls()))
