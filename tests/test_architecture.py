@@ -64,6 +64,7 @@ CHILD_MODULES = {
     "memfit.dryrun.probe",
     "memfit.dryrun.recording",
     "memfit.dryrun.shadow",
+    "memfit.dryrun.sizes",
     "memfit.dryrun.steps",
     "memfit.dryrun.substitutes",
     "memfit.planning.evaluate",

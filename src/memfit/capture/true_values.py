@@ -13,6 +13,7 @@ from memfit.capture import step as step_module
 from memfit.dryrun.assumptions import true_values as make_true_values
 from memfit.dryrun.interception import intercepting
 from memfit.dryrun.places import is_user_file
+from memfit.dryrun.questions import EXPECTED, Kind, Question
 
 Reads = Counter[tuple[str, int, str, str, str]]
 
@@ -34,10 +35,32 @@ def true_values() -> Iterator[Reads]:
     if not on_made_up_gpu():
         yield reads
         return
-    values = make_true_values(lambda op, answer: reads.update([(*read_place(), str(op), answer)]))
+    values = make_true_values(_Listed(reads))
     # Below PyTorch's modes: under a mode of ours autograd would add gradients out of place.
     with intercepting(values.call):
         yield reads
+
+
+class _Listed:
+    """Questions that always get the expected answer, each answer counted in ``reads``."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+
+    def ask(self, op: str, kind: Kind) -> Question:
+        return _Counted((*read_place(), op), kind, self._reads)
+
+
+class _Counted(Question):
+    """One question of `_Listed`."""
+
+    def __init__(self, place: tuple[str, int, str, str], kind: Kind, reads: Reads) -> None:
+        super().__init__("", kind, EXPECTED)
+        self._place = place
+        self._reads = reads
+
+    def told(self, answer: str) -> None:
+        self._reads[(*self._place, answer)] += 1
 
 
 def reads_to_json(reads: Reads) -> list[dict[str, Any]]:

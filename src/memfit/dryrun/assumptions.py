@@ -11,20 +11,22 @@ import torch
 from memfit.dryrun.shadow import (
     FLOATS,
     MISSING,
-    NoteRead,
+    Asks,
     Special,
     TrueValues,
     device_tensors,
+    tell,
     tensors,
     touches_device,
 )
+from memfit.dryrun.sizes import asked_size, sized
 
 aten = torch.ops.aten
 
 
-def true_values(note_read: NoteRead) -> TrueValues:
+def true_values(questions: Asks) -> TrueValues:
     """The shadows of a process, with the decisions of this file."""
-    return TrueValues(note_read, SPECIAL)
+    return TrueValues(questions, SPECIAL)
 
 
 def _read_scalar(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -34,9 +36,20 @@ def _read_scalar(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: d
         return MISSING
     shadow = values.shadow(tensor)
     if shadow is not None:
-        return shadow.item()
-    answer = False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
-    values.note_read(func, repr(answer))
+        known = shadow.item()
+        tell(values.origins(tensor), repr(known))
+        return known
+    answer: Any
+    if tensor.dtype is torch.bool:
+        question = values.ask(func, "boolean")
+        answer = question.boolean(False)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        question = values.ask(func, "number")
+        answer = question.number()
+    else:
+        question = values.ask(func, "whole")
+        answer = question.whole()
+    question.told(repr(answer))
     return complex(answer) if tensor.is_complex() else answer
 
 
@@ -47,8 +60,11 @@ def _compare_all(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: d
     out = func(*args, **kwargs)
     true = values.on_cpu(func, args, kwargs)
     if true is MISSING:
-        values.note_read(func, repr(out))
-        return out
+        question = values.ask(func, "boolean")
+        answer = question.boolean(out)
+        question.told(repr(answer))
+        return answer
+    tell(values.origins(args, kwargs), repr(true))
     return true
 
 
@@ -60,7 +76,8 @@ def _assume(answer: bool) -> Special:
         if not tensor.is_cuda or tensor.dtype not in FLOATS or values.shadow(tensor) is not None:
             return MISSING
         out = func(*args, **kwargs)
-        values.learn_uniform(out, answer)
+        question = values.ask(func, "check")
+        values.learn_uniform(out, question.boolean(answer), frozenset({question}))
         return out
 
     return check
@@ -84,8 +101,9 @@ def _unscale(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[
     """The gradient scaler's check: no gradient is infinite, so the optimizer steps."""
     found_inf = args[1]
     out = func(*args, **kwargs)
-    if found_inf.is_cuda and values.shadow(found_inf) is None:
-        values.learn_uniform(found_inf, 0.0)
+    if found_inf.is_cuda:
+        question = values.ask(func, "overflow")
+        values.learn_uniform(found_inf, float(question.boolean(False)), frozenset({question}))
     return out
 
 
@@ -105,7 +123,7 @@ def _sum(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if not values.has_uniform or not args[0].is_cuda or values.uniform(args[0]) not in (False, 0):
         return MISSING
     out = func(*args, **kwargs)
-    values.learn_uniform(out, 0)
+    values.learn_uniform(out, 0, values.origins(args[0]))
     return out
 
 
@@ -128,7 +146,7 @@ def _uniform_result(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs
         true = func(
             *[next(small) if isinstance(x, torch.Tensor) and x.is_cuda else x for x in args], **kwargs
         )
-        values.learn_uniform(out, true.flatten()[0].item())
+        values.learn_uniform(out, true.flatten()[0].item(), values.origins(args))
     return out
 
 
@@ -139,34 +157,38 @@ def _select_known(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: 
     out = func(*args, **kwargs)  # its temporaries are what the device would have
     true = values.on_cpu(func, args, kwargs)
     if true is MISSING:
-        values.note_read(func, f"size {_first_size(out)}")
-        return out
+        return sized(values, func, args, out)
+    origins = values.origins(args, kwargs)
+    tell(origins, f"size {_first_size(true)}")
     device = next(iter(tensors(out))).device
     moved = [value.to(device) for value in tensors(true)]
     for tensor, value in zip(moved, tensors(true), strict=True):
         if values.keeps(tensor):
-            values.learn(tensor, value)
+            values.learn(tensor, value, origins)
     return moved[0] if isinstance(out, torch.Tensor) else type(out)(moved)
 
 
 def _select_masked(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`masked_select`: the size needs the mask alone."""
     tensor, mask = args[0], args[1]
-    shadow = values.shadow(mask) if mask.is_cuda else None
-    if shadow is None or values.shadow(tensor) is not None:
+    if not mask.is_cuda:
+        return MISSING
+    shadow = values.shadow(mask)
+    if shadow is not None and values.shadow(tensor) is not None:
         return _select_known(values, func, args, kwargs)
     out = func(*args, **kwargs)
     shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-    return out.new_empty(int(shadow.expand(shape).sum()))
+    if shadow is None:
+        return out.new_empty(asked_size(values, func, mask, shape.numel()))
+    count = int(shadow.expand(shape).sum())
+    tell(values.origins(mask), f"size {count}")
+    return out.new_empty(count)
 
 
 def _index(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Indexing by a boolean mask: by the positions that the true mask has."""
     masks = [x for x in args[1] if x is not None and x.is_cuda and x.dtype in (torch.bool, torch.uint8)]
-    if not masks:
-        return MISSING
-    if any(values.shadow(mask) is None for mask in masks):
-        values.note_read(func, "size 0")
+    if not masks or _fills_by_mask(args):
         return MISSING
     indices: list[Any] = []
     for index in args[1]:
@@ -177,10 +199,39 @@ def _index(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[st
     return values.call(func, (args[0], indices, *args[2:]), kwargs)
 
 
+def _fills_by_mask(args: tuple[Any, ...]) -> bool:
+    """``x[mask] = 1``: PyTorch fills under the mask, and needs no positions."""
+    value = args[2] if len(args) > 2 else None
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cuda
+
+
 def _positions(values: TrueValues, mask: torch.Tensor) -> list[torch.Tensor]:
     """The coordinates where ``mask`` is true, on the device, as the kernel would get them from `nonzero`."""
     found = values.call(aten.nonzero.default, (mask,), {})
     return list(found.unbind(1))
+
+
+def _route(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The best few of each row of unknown numbers, as routers of experts choose them: evenly spread."""
+    scores = args[0]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    if not scores.is_cuda or scores.dtype not in FLOATS or values.shadow(scores) is not None:
+        return MISSING
+    if scores.dim() < 2 or dim not in (-1, scores.dim() - 1) or scores.shape[-1] > _MOST_EXPERTS:
+        return MISSING
+    out = func(*args, **kwargs)
+    chosen = out[1]
+    if values.keeps(chosen):
+        question = values.ask(func, "routing")
+        values.learn(chosen, _spread(chosen, scores.shape[-1], question.is_expected), frozenset({question}))
+    return out
+
+
+def _spread(chosen: torch.Tensor, experts: int, evenly: bool) -> torch.Tensor:
+    """Which expert each row goes to: in turns, or all rows to the first ones."""
+    count = chosen.shape[-1]
+    rows = torch.arange(chosen.numel() // max(count, 1)) * (count if evenly else 0)
+    return ((rows[:, None] + torch.arange(count)) % experts).reshape(chosen.shape)
 
 
 def _gathered_alone(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +243,7 @@ def _gathered_alone(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs
         if shadow is None or target.numel() != source.numel():
             values.forget(target)
         elif values.keeps(target):
-            values.learn(target, shadow.reshape(target.shape))
+            values.learn(target, shadow.reshape(target.shape), values.origins(source))
     return out
 
 
@@ -225,6 +276,7 @@ _DYNAMIC = [
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
 ]
+_MOST_EXPERTS = 1024  # more choices are words of a vocabulary
 _LOGIC = _overloads(
     aten.any, aten.all, aten.logical_not, aten.bitwise_not, aten.logical_or, aten.logical_and, aten.mul,
     aten.bitwise_or, aten.bitwise_and, aten.clone, aten.max, aten.min, aten.amax, aten.amin,
@@ -239,6 +291,7 @@ SPECIAL: Mapping[Any, Special] = {
     **dict.fromkeys((aten.index.Tensor, aten.index_put.default, aten.index_put_.default), _index),
     **dict.fromkeys((aten._index_put_impl_.default, aten._unsafe_index_put.default), _index),
     aten.masked_select.default: _select_masked,
+    aten.topk.default: _route,
     aten._local_scalar_dense.default: _read_scalar,
     aten.equal.default: _compare_all,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,

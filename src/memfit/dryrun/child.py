@@ -39,7 +39,12 @@ class Run:
         self._process = os.getpid()
         self._finishing = threading.RLock()
         self._finished = False
-        self.probe = Probe(steps=spec["steps"], end=lambda: self.finish("steps", 0))
+        self.probe = Probe(
+            steps=spec["steps"],
+            end=lambda: self.finish("steps", 0),
+            answers=spec["answers"],
+            real_host_values=spec["real_host_values"],
+        )
         substitutes.install(self.probe.note_missing)
 
     def run(self) -> NoReturn:

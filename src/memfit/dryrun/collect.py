@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from memfit.core.files import write_atomically
+from memfit.dryrun.devices import estimates
 from memfit.dryrun.frames import place_in_traceback
 from memfit.dryrun.measured import Measured, measure_devices, save_traces
 from memfit.dryrun.probe import Probe
@@ -67,6 +68,7 @@ def make_result(
         event_count=len(history.trace),
         value_reads=probe.value_reads(),
         not_modelled=probe.not_modelled(),
+        estimates=estimates(),
         wall_seconds=0.0,
         exit_code=exit_code,
         ended=ended,

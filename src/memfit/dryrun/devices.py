@@ -19,6 +19,8 @@ def _library() -> Any:
     library.memfit_device_stats.restype = ctypes.c_char_p
     library.memfit_unknown_calls.restype = ctypes.c_char_p
     library.memfit_used_devices.restype = ctypes.c_uint64
+    library.memfit_estimates.restype = ctypes.c_char_p
+    library.memfit_estimate_bytes.restype = ctypes.c_size_t
     return library
 
 
@@ -41,3 +43,10 @@ def unknown_calls() -> list[str]:
     """Names of the library calls that the made-up GPU accepted without modelling them."""
     library = _library()
     return [] if library is None else list(json.loads(library.memfit_unknown_calls()))
+
+
+def estimates() -> dict[str, int]:
+    """Sizes that came from a rule and not from the real library, with the largest bytes of each."""
+    library = _library()
+    names = [] if library is None else json.loads(library.memfit_estimates())
+    return {name: library.memfit_estimate_bytes(name.encode()) for name in names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from memfit.dryrun.places import is_user_file
 
 _MEMFIT = str(Path(__file__).resolve().parents[1]) + os.sep
 _MACHINERY = ("<frozen runpy>", "<frozen importlib", "<string>")
+_CALLING = ("torch/_ops.py", "torch/_compile.py")  # between an operation and what handles it
 
 
 class Place(NamedTuple):
@@ -39,6 +41,35 @@ def current_place() -> Place | None:
         return here
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     return _innermost(main)
+
+
+def current_places() -> tuple[Place, Place]:
+    """`current_place`, and the line of Python that reads: often a library's, torch's included."""
+    stack = current_stack()
+    nowhere = Place("", 0, "")
+    if not stack:
+        return nowhere, nowhere
+    own = next((place for place in stack if is_script_file(place.file)), None)
+    library = next((place for place in stack if not _is_machinery(place.file)), stack[0])
+    return own or library, stack[0]
+
+
+def current_stack() -> tuple[Place, ...]:
+    """The lines that run in this thread, innermost first, without memfit's; in a thread of autograd's, those
+    of the main thread."""
+    frame: FrameType | None = sys._getframe(1)
+    found = tuple(_lines(frame))
+    if found:
+        return found
+    return tuple(_lines(sys._current_frames().get(threading.main_thread().ident or 0)))
+
+
+def _lines(frame: FrameType | None) -> Iterator[Place]:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_MEMFIT, *_MACHINERY)) and not name.endswith(_CALLING):
+            yield Place(name, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
 
 
 def place_in_traceback(error: BaseException) -> Place | None:

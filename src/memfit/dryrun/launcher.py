@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,9 @@ from memfit.core.devices import GPU
 from memfit.core.errors import ToolFailure, UsageError
 from memfit.dryrun.build import build_stub
 from memfit.dryrun.command import ScriptCommand, parse_command
+from memfit.dryrun.confidence import with_confidence
 from memfit.dryrun.environment import MOST_GPUS, compiler_caches, gpu_environment
+from memfit.dryrun.repeats import with_other_answers
 from memfit.dryrun.result import DryRunResult
 
 RUN_VARIABLE = "MEMFIT_RUN"
@@ -67,7 +70,10 @@ class RunSettings:
         trace, snapshot: files to write memfit's trace and PyTorch's snapshot to.
         allow_writes: let the script write its files and reach its loggers and hubs.
         timeout_seconds: end the run after so long, with what is known by then.
-        output: where the script's standard output goes; ``"stderr"`` keeps stdout free for the result.
+        output: where the script's standard output goes; ``"stderr"`` keeps stdout free for the result;
+            ``"none"``: neither its output nor its errors are shown.
+        real_host_values: compute large tensors of the host at once, instead of when their values are needed.
+        answers: by place, other answers to give than the expected ones (see `memfit.dryrun.questions`).
     """
 
     gpus: int = 1
@@ -76,7 +82,9 @@ class RunSettings:
     snapshot: Path | None = None
     allow_writes: bool = False
     timeout_seconds: float | None = None
-    output: Literal["stdout", "stderr"] = "stdout"
+    output: Literal["stdout", "stderr", "none"] = "stdout"
+    real_host_values: bool = False
+    answers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.gpus <= MOST_GPUS:
@@ -98,13 +106,18 @@ def run_script(
     allow_writes: bool = False,
     timeout_seconds: float | None = None,
     output: Literal["stdout", "stderr"] = "stdout",
+    repeats: int | None = None,
+    real_host_values: bool = False,
 ) -> DryRunResult:
     """Run a script, unmodified, on the made-up ``gpu``.
 
     Args:
         argv: ``["train.py", "--lr", "1"]``, ``["python", "-m", "pkg"]``, ``["torchrun", "train.py"]`` …
         gpu: the GPU to make up.
-        gpus, steps, trace, snapshot, allow_writes, timeout_seconds, output: see `RunSettings`.
+        gpus, steps, trace, snapshot, allow_writes, timeout_seconds, output, real_host_values: see
+            `RunSettings`.
+        repeats: run again so often at most, with other answers where the script reads values that are not
+            known; None: a few times, where they certainly matter.
 
     Returns:
         What was found. A script that fails, runs out of memory or is interrupted has a result too.
@@ -122,10 +135,27 @@ def run_script(
         allow_writes=allow_writes,
         timeout_seconds=timeout_seconds,
         output=output,
+        real_host_values=real_host_values,
     )
     command = parse_command(argv)
     with launch_folders() as folders:
-        return Launch(command, gpu, settings, folders).run()
+        first = Launch(command, gpu, settings, folders).run()
+
+    def run_again(answers: Mapping[str, str]) -> DryRunResult:
+        limit = min(_SLOWER * first.wall_seconds + _GRACE_SECONDS, timeout_seconds or math.inf)
+        changed = replace(
+            settings, trace=None, snapshot=None, output="none", answers=answers, timeout_seconds=limit
+        )
+        with launch_folders() as folders:
+            try:
+                return Launch(command, gpu, changed, folders).run()
+            finally:
+                shutil.rmtree(folders.scratch, ignore_errors=True)
+
+    if allow_writes:  # a repeat would write the user's files once more
+        repeats = 0
+    spare = None if timeout_seconds is None else max(0.0, timeout_seconds - first.wall_seconds)
+    return with_confidence(with_other_answers(first, run_again, most=repeats, seconds=spare))
 
 
 @dataclass(frozen=True)
@@ -185,12 +215,16 @@ class Launch:
 
     def _start(self, environment: Mapping[str, str], control: int) -> subprocess.Popen[bytes]:
         specification = self._write_specification(control)
-        output = None if self._settings.output == "stdout" else _standard_error()
+        output = {"stdout": None, "stderr": _standard_error(), "none": subprocess.DEVNULL}[
+            self._settings.output
+        ]
         try:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "memfit.dryrun.child", str(specification)],
                 env=dict(environment),
+                stdin=subprocess.DEVNULL if self._settings.output == "none" else None,
                 stdout=output,
+                stderr=subprocess.DEVNULL if self._settings.output == "none" else None,
                 pass_fds=[control],
                 start_new_session=True,
             )
@@ -255,6 +289,8 @@ class Launch:
             if settings.allow_writes
             else {"scratch": str(self._folders.scratch), "exempt": exempt},
             "control": control,
+            "answers": dict(settings.answers),
+            "real_host_values": settings.real_host_values,
         }
 
     def _read_result(self, code: int, wall_seconds: float) -> DryRunResult:
@@ -266,6 +302,7 @@ class Launch:
 
 
 _SLICE_SECONDS = 0.05
+_SLOWER = 3  # times as long as the first run a repeat may take
 _GPU_FIGURES = ("key", "context_bytes", "nvml_total_bytes", "runtime_total_bytes")
 
 

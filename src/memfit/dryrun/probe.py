@@ -13,11 +13,13 @@ import torch
 
 from memfit.dryrun import frames
 from memfit.dryrun.assumptions import true_values
+from memfit.dryrun.confidence import TAKEN_AS_EXPECTED
 from memfit.dryrun.devices import unknown_calls
 from memfit.dryrun.history import History, Observations, PhaseChange, Position, read_history
 from memfit.dryrun.interception import intercept
 from memfit.dryrun.labels import Labels, op_name
 from memfit.dryrun.owners import Owners
+from memfit.dryrun.questions import Questions
 from memfit.dryrun.recording import MOST_EVENTS, Moment, Recording
 from memfit.dryrun.result import OutOfMemory, ValueRead
 from memfit.dryrun.shadow import device_tensors
@@ -40,18 +42,26 @@ class Probe:
     Args:
         steps: end the run after so many optimizer steps; None: never.
         end: ends the run; does not return.
+        answers: by place, other answers to give than those that are expected (see `Questions`).
     """
 
-    def __init__(self, *, steps: int | None, end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        steps: int | None,
+        end: Callable[[], None],
+        answers: Mapping[str, str] | None = None,
+        real_host_values: bool = True,
+    ) -> None:
         self._process = os.getpid()
         self.recording = Recording(self.is_ours)
         self.labels = Labels()
         self.owners = Owners(self.recording.position)
-        self.values = true_values(self._note_read)
+        self.questions = Questions(answers)
+        self.values = true_values(self.questions)
         self.steps = StepCounter(steps, before=self._before_step, after=self._after_step, end=end)
         self.labels.on_new_root = self.owners.note_model
         self.unknown: collections.Counter[str] = collections.Counter()
-        self._reads: collections.Counter[tuple[frames.Place, str, str]] = collections.Counter()
         self._phases: list[tuple[Moment, str]] = []
         self._step_ends: list[Moment] = []
         self._busiest = 0
@@ -133,12 +143,7 @@ class Probe:
 
     def value_reads(self) -> tuple[ValueRead, ...]:
         """The places where the script read what is not known."""
-        return tuple(
-            ValueRead(
-                file=place.file, line=place.line, function=place.function, op=op, answer=answer, count=count
-            )
-            for (place, op, answer), count in list(self._reads.items())
-        )
+        return self.questions.reads()
 
     def not_modelled(self) -> tuple[str, ...]:
         """What the run met that the made-up GPU does not have."""
@@ -149,10 +154,8 @@ class Probe:
                     f"cuDNN's workspaces ({name}, {self.unknown[name]} calls): not counted, so the peak may "
                     "be higher"
                 )
-        if any(read.answer.startswith("size ") for read in self.value_reads()):
-            notes.append(
-                "sizes that depend on unknown values (see value_reads): taken as they come for zeros"
-            )
+        if any(read.kind in ("size", "routing") for read in self.value_reads()):
+            notes.append(TAKEN_AS_EXPECTED)
         calls = unknown_calls()
         if calls:
             notes.append(f"CUDA library calls that did nothing: {', '.join(calls)}")
@@ -166,10 +169,6 @@ class Probe:
     def note_missing(self, text: str) -> None:
         """The run met something that is not modelled."""
         self.unknown[text] += 1
-
-    def _note_read(self, func: Any, answer: str) -> None:
-        place = frames.current_place() or frames.Place("", 0, "")
-        self._reads[place, op_name(func), answer] += 1
 
     def _note_upload(self, args: Any, out: Any) -> None:
         source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]

@@ -20,6 +20,7 @@ from memfit.dryrun.accounts import (
 SCHEMA_VERSION = 1
 
 Engine = Literal["dryrun", "portable"]
+Confidence = Literal["exact", "high", "medium", "low"]
 Ended = Literal["steps", "end", "exit", "error", "out_of_memory", "interrupted", "timeout"]
 ENDINGS: tuple[Ended, ...] = get_args(Ended)
 
@@ -68,6 +69,13 @@ class ValueRead:
         op: the operation that read.
         answer: what the script was told instead.
         count: how many times.
+        kind: what was asked: ``boolean``, ``check`` (of finiteness), ``overflow`` (the gradient scaler's),
+            ``number``, ``whole``, ``copy`` (of a tensor to the host), ``size``, ``routing`` (of experts).
+        steers: whether the value can change what the script does, by its source.
+        other_answer: what it was told in repeated runs instead; None: none was tried.
+        peak_change_bytes: what that changed of the requested peak; None where it was not tried or not reached.
+        why: why no other answer was tried, or what came of it.
+        site: names the place, for repeating the run.
     """
 
     file: str
@@ -76,6 +84,41 @@ class ValueRead:
     op: str
     answer: str
     count: int
+    kind: str = ""
+    steers: Literal["yes", "perhaps", "no"] = "perhaps"
+    other_answer: str | None = None
+    peak_change_bytes: int | None = None
+    why: str = ""
+    site: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The lowest and the highest of a figure over the runs with other answers."""
+
+    low_bytes: int
+    high_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The peaks over all runs: the expected answers, and one place answered otherwise in each repeat.
+
+    Args:
+        requested, allocated, reserved: the peaks.
+        repeats: runs with another answer.
+        seconds: what these took.
+        left_out: places that may steer the script, whose other answers were not (all) tried.
+        may_run_out: whether memory ran out in one of them.
+    """
+
+    requested: Range
+    allocated: Range
+    reserved: Range
+    repeats: int = 0
+    seconds: float = 0.0
+    left_out: int = 0
+    may_run_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +156,12 @@ class DryRunResult:
         oom: the first time that memory ran out, or None.
         event_count: allocator events (allocations, frees, segments) of the whole run.
         value_reads: reads of device values that were answered with a plausible value instead of the true one.
+        interval: the peaks where values that are not known were answered otherwise; None: not repeated.
         not_modelled: what the run met that the made-up GPU does not have.
+        estimates: sizes that came from a rule and not from the library that a GPU would ask, by name; the
+            largest bytes of each.
+        confidence: how far the peaks can be trusted, by the rule of `memfit.dryrun.confidence`.
+        confidence_reasons: why it is no better.
         wall_seconds: from the start of the process to its end.
         exit_code: the script's own.
         ended: how the run came to its end; ``"steps"``: stopped after the steps that were asked for.
@@ -143,7 +191,11 @@ class DryRunResult:
     oom: OutOfMemory | None = None
     event_count: int
     value_reads: tuple[ValueRead, ...] = ()
+    interval: Interval | None = None
     not_modelled: tuple[str, ...] = ()
+    estimates: Mapping[str, int] = field(default_factory=dict)
+    confidence: Confidence = "medium"
+    confidence_reasons: tuple[str, ...] = ()
     wall_seconds: float
     exit_code: int = 0
     ended: Ended = "end"
@@ -223,14 +275,21 @@ def _plain(value: Any) -> Any:
 
 def _nested(value: Mapping[str, Any]) -> dict[str, Any]:
     """The parts that are values themselves, built from their JSON."""
-    oom, error = value.get("oom"), value.get("error")
+    oom, error, interval = value.get("oom"), value.get("error"), value.get("interval")
     return {
         "oom": None if oom is None else OutOfMemory(**oom),
         "error": None if error is None else ScriptError(**error),
         "value_reads": tuple(ValueRead(**read) for read in value.get("value_reads", ())),
+        "interval": None if interval is None else _interval(interval),
         "not_modelled": tuple(value.get("not_modelled", ())),
+        "confidence_reasons": tuple(value.get("confidence_reasons", ())),
         "step_peaks": tuple(value.get("step_peaks", ())),
         "devices": tuple(map(device_from_json, value.get("devices", ()))),
         "ranks": tuple(map(rank_from_json, value.get("ranks", ()))),
         "groups": tuple(map(group_from_json, value.get("groups", ()))),
     }
+
+
+def _interval(value: Mapping[str, Any]) -> Interval:
+    ranges = {name: Range(**value[name]) for name in ("requested", "allocated", "reserved")}
+    return Interval(**{**value, **ranges})

@@ -12,10 +12,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from memfit.dryrun.questions import Kind, Question, op_text
 
 LARGEST_BYTES = 1 << 20
 MOST_FLOATS = 16
@@ -41,8 +43,16 @@ _OVERWRITING = (
     "aten::uniform_",
 )
 
-NoteRead = Callable[[Any, str], None]
-"""``note_read(op, answer)``: the script has read a value that is not known, and what it was told."""
+
+class Asks(Protocol):
+    """What answers for values that are not known: `memfit.dryrun.questions.Questions`."""
+
+    def ask(self, op: str, kind: Kind) -> Question: ...
+
+
+Origins = frozenset[Question]
+"""The questions whose answers a shadow was made from; none where it is certain."""
+CERTAIN: Origins = frozenset()
 Special = Callable[["TrueValues", Any, tuple[Any, ...], dict[str, Any]], Any]
 """``special(values, func, args, kwargs)``: the result of an operation, or `MISSING` where it is not special
 after all."""
@@ -86,15 +96,17 @@ class TrueValues:
     """The shadows of one process, and what they say when the script reads.
 
     Args:
-        note_read: told of each read whose value is not known.
+        questions: asked for each value that is not known, by a read or by what an operation decides.
         special: operations that are not simply repeated on the shadows (see `assumptions`).
     """
 
-    def __init__(self, note_read: NoteRead, special: Mapping[Any, Special]) -> None:
-        self.note_read = note_read
+    def __init__(self, questions: Asks, special: Mapping[Any, Special]) -> None:
+        self._questions = questions
         self._special = special
         self._known: dict[int, torch.UntypedStorage] = {}  # by the address of the storage, while it lives
         self._uniform: dict[int, Any] = {}  # storages that hold one value throughout, of any size
+        self._origins: dict[int, Origins] = {}  # of the storages whose values rest on an answer
+        self._sizes: dict[int, Question] = {}  # masks whose count was asked for: always answered alike
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._plans: dict[Any, _Plan] = {}
         self._random_state: torch.Tensor | None = None
@@ -112,6 +124,30 @@ class TrueValues:
         if not plan.skipped and self._matters(plan, args, kwargs, out):
             self.follow(func, args, kwargs, out)
         return out
+
+    def ask(self, func: Any, kind: Kind) -> Question:
+        """The question that the running line asks by ``func``."""
+        return self._questions.ask(op_text(func), kind)
+
+    def ask_size(self, func: Any, mask: torch.Tensor) -> Question:
+        """How many elements of ``mask`` count: the same question as long as it lives unchanged."""
+        key = address_of(mask)
+        question = self._sizes.get(key)
+        if question is None:
+            question = self.ask(func, "size")
+            self._sizes[key] = question
+            self._watch(key, mask.untyped_storage())
+        return question
+
+    def origins(self, *values: Any) -> Origins:
+        """The questions that the shadows of the tensors in ``values`` rest on."""
+        if not self._origins:
+            return CERTAIN
+        found: set[Question] = set()
+        for value in tree_flatten(values)[0]:
+            if type(value) in _PLAIN and value.is_cuda:
+                found |= self._origins.get(address_of(value), CERTAIN)
+        return frozenset(found)
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A CPU tensor of the same shape with the true values, or None where they are not known."""
@@ -133,8 +169,8 @@ class TrueValues:
         """The one value that ``tensor`` holds throughout, or `MISSING`."""
         return self._uniform.get(address_of(tensor), MISSING)
 
-    def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """From now on ``tensor`` holds ``value``."""
+    def learn(self, tensor: torch.Tensor, value: torch.Tensor, origins: Origins = CERTAIN) -> None:
+        """From now on ``tensor`` holds ``value``, which rests on the answers to ``origins``."""
         storage = tensor.untyped_storage()
         if not 0 < storage.nbytes() <= LARGEST_BYTES:
             return
@@ -146,21 +182,23 @@ class TrueValues:
         shadow = self.shadow(tensor)
         assert shadow is not None
         shadow.copy_(value)
+        self._rest_on(key, origins, whole=tensor.numel() * tensor.element_size() == storage.nbytes())
 
-    def learn_uniform(self, tensor: torch.Tensor, value: Any) -> None:
+    def learn_uniform(self, tensor: torch.Tensor, value: Any, origins: Origins = CERTAIN) -> None:
         """From now on ``tensor``, of any size, holds ``value`` throughout."""
         storage = tensor.untyped_storage()
         if storage.nbytes() <= LARGEST_BYTES:
-            self.learn(tensor, torch.full((), value, dtype=tensor.dtype))
+            self.learn(tensor, torch.full((), value, dtype=tensor.dtype), origins)
         else:
             self._uniform[storage.data_ptr()] = value
             self._watch(storage.data_ptr(), storage)
+            self._rest_on(storage.data_ptr(), origins, whole=True)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """``tensor`` was overwritten with something that is not known."""
         key = address_of(tensor)
-        self._known.pop(key, None)
-        self._uniform.pop(key, None)
+        for table in (self._known, self._uniform, self._origins, self._sizes):
+            table.pop(key, None)
 
     def keeps(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is of a kind that has a shadow when its value is known."""
@@ -182,8 +220,12 @@ class TrueValues:
         results = list(tensors(out))
         if true is MISSING:
             self._lose(func, plan, args, written, results)
-        else:
-            self._adopt(results, list(tensors(true)))
+            return
+        origins = self.origins(args, kwargs)
+        for tensor in written:
+            self._sizes.pop(address_of(tensor), None)
+            self._rest_on(address_of(tensor), origins, whole=False)
+        self._adopt(results, list(tensors(true)), origins)
 
     def on_cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the same operation on true values; `MISSING` where one is not known, or the CPU
@@ -238,13 +280,21 @@ class TrueValues:
         if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
             self.learn(tensor, torch.zeros((), dtype=tensor.dtype))
 
-    def _adopt(self, results: list[torch.Tensor], true: list[torch.Tensor]) -> None:
+    def _adopt(self, results: list[torch.Tensor], true: list[torch.Tensor], origins: Origins) -> None:
         for result, value in zip(results, true, strict=False):
             if not result.is_cuda:
                 if result is not value:
                     result.copy_(value)
+                tell(origins, described(result))
             elif address_of(result) not in self._known and self.keeps(result):
-                self.learn(result, value)
+                self.learn(result, value, origins)
+
+    def _rest_on(self, key: int, origins: Origins, *, whole: bool) -> None:
+        """What is at ``key`` now rests on ``origins``, and unless all of it is new on what it did before."""
+        if origins:
+            self._origins[key] = origins if whole else origins | self._origins.get(key, CERTAIN)
+        elif whole and self._origins:
+            self._origins.pop(key, None)
 
     def _lose(
         self,
@@ -261,9 +311,10 @@ class TrueValues:
             return
         if plan.random:  # attention returns its seed and offset on the host: no device value is in them
             return
+        question = self.ask(func, "copy")
         for result in host:
-            _fill(result)
-        self.note_read(func, _described(host[0]))
+            _fill(result, question)
+        question.told(described(host[0]))
 
     def _random(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Random values of the device come from a generator of our own: the script's CPU generator must not
@@ -279,14 +330,19 @@ class TrueValues:
             torch.set_rng_state(before)
 
     def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
-        known, uniform, watched = self._known, self._uniform, self._watched
+        tables: tuple[dict[int, Any], ...] = (
+            self._known,
+            self._uniform,
+            self._origins,
+            self._sizes,
+            self._watched,
+        )
 
         def died(_: object) -> None:
-            known.pop(key, None)
-            uniform.pop(key, None)
-            watched.pop(key, None)
+            for table in tables:
+                table.pop(key, None)
 
-        watched[key] = weakref.ref(storage, died)
+        self._watched[key] = weakref.ref(storage, died)
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -333,12 +389,25 @@ def _saves_storage(plan: _Plan, host: torch.Tensor) -> bool:
     return bool(plan.writes) and host.dtype is torch.uint8 and host.dim() == 1
 
 
-def _fill(host: torch.Tensor) -> None:
-    if host.numel() <= MOST_FILLED and host.dtype not in (torch.bool, torch.uint8):
+def tell(origins: Origins, answer: str) -> None:
+    """The script has read ``answer``, which rests on ``origins``."""
+    for question in origins:
+        question.told(answer)
+
+
+def _fill(host: torch.Tensor, question: Question) -> None:
+    """Ones for few numbers, else zeros as they came; the other answer is the other way round."""
+    ones = host.numel() <= MOST_FILLED and host.dtype not in (torch.bool, torch.uint8)
+    if ones == question.is_expected and host.numel() <= MOST_FILLED:
         host.fill_(1)
 
 
-def _described(host: torch.Tensor) -> str:
-    if host.dtype is torch.bool:
-        return "False"
-    return "ones" if host.numel() <= MOST_FILLED and host.dtype is not torch.uint8 else "zeros"
+def described(host: torch.Tensor) -> str:
+    """What a tensor on the host says, in a word or two."""
+    if host.numel() == 1:
+        return repr(host.item())
+    if host.numel() > MOST_FILLED:
+        return "zeros"
+    if host.numel() and bool((host == host.flatten()[0]).all()):
+        return {0.0: "zeros", 1.0: "ones"}.get(float(host.flatten()[0]), "values")
+    return "values"

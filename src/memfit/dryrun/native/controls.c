@@ -62,26 +62,28 @@ void *real_function(const char *library, const char *name) {
 
 typedef struct {
   const char *names[NAMES_MOST];
+  size_t bytes[NAMES_MOST];  // the largest, of names that are sizes
   int count;
 } Names;
 
 static pthread_mutex_t names_mutex = PTHREAD_MUTEX_INITIALIZER;
 static Names unknown_calls, estimates;
 
-static void note(Names *list, const char *name) {
+static void note(Names *list, const char *name, size_t bytes) {
   pthread_mutex_lock(&names_mutex);
   int i = 0;
   while (i < list->count && strcmp(list->names[i], name)) i++;
   char *copy = i == list->count && i < NAMES_MOST ? strdup(name) : NULL;
   if (copy) list->names[list->count++] = copy;
+  if (i < list->count && bytes > list->bytes[i]) list->bytes[i] = bytes;
   pthread_mutex_unlock(&names_mutex);
 }
 
 void note_unknown_call(const char *name) {
-  note(&unknown_calls, name);
+  note(&unknown_calls, name, 0);
   if (settings.log) fprintf(stderr, "[memfit gpu] not modelled: %s\n", name);
 }
-void note_estimate(const char *what) { note(&estimates, what); }
+void note_estimate(const char *what, size_t bytes) { note(&estimates, what, bytes); }
 
 static const char *as_json(const Names *list) {
   static __thread char text[NAMES_MOST * 80];
@@ -100,3 +102,13 @@ API const char *memfit_unknown_calls(void) { return as_json(&unknown_calls); }
 
 // Sizes so far that came from a rule and not from the real library, as a JSON list of names.
 API const char *memfit_estimates(void) { return as_json(&estimates); }
+
+// The largest size that a name of memfit_estimates stands for.
+API size_t memfit_estimate_bytes(const char *name) {
+  size_t bytes = 0;
+  pthread_mutex_lock(&names_mutex);
+  for (int i = 0; i < estimates.count; i++)
+    if (!strcmp(estimates.names[i], name)) bytes = estimates.bytes[i];
+  pthread_mutex_unlock(&names_mutex);
+  return bytes;
+}

@@ -20,7 +20,7 @@ static size_t workspace(void) {
   lock();
   size_t bytes = settings.cudnn_workspace_bytes;
   unlock();
-  note_estimate("cuDNN workspace");
+  note_estimate("cuDNN workspace", bytes);
   return bytes;
 }
 
@@ -221,7 +221,7 @@ static Status ctc_workspace(Tensor probabilities, size_t *bytes) {
   if (!get) return CUDNN_STATUS_NOT_SUPPORTED;
   Status status = get(probabilities, 3, &type, &dimensions, shape, strides);
   *bytes = 2 * sizeof(float) * (size_t)shape[0] * (size_t)shape[1] * (size_t)shape[2];
-  note_estimate("cuDNN CTC workspace");
+  note_estimate("cuDNN CTC workspace", *bytes);
   return status;
 }
 API Status cudnnGetCTCLossWorkspaceSize(cudnnHandle_t handle, Tensor probabilities, Tensor gradients, const int *labels,

@@ -33,7 +33,7 @@ API cufftResult cufftXtMakePlanMany(cufftHandle plan, int rank, long long *n, lo
   size_t elements = (size_t)batch;
   for (int i = 0; i < rank; i++) elements *= (size_t)n[i];
   *work_bytes = elements * complex_bytes(execution);
-  note_estimate("cuFFT work area");
+  note_estimate("cuFFT work area", *work_bytes);
   return CUFFT_SUCCESS;
 }
 EXPORT_CONSTANT(cufftDestroy, CUFFT_SUCCESS)

@@ -34,8 +34,7 @@ static int join(Communicator **out, int ranks, int rank) {
     return UNHANDLED_CUDA_ERROR;
   }
   *out = made;
-  if (ranks > 1) note_estimate("NCCL communicator");
-  else note_estimate("NCCL buffers");
+  note_estimate(ranks > 1 ? "NCCL communicator" : "NCCL buffers", made->charged_bytes);
   return DONE;
 }
 

@@ -78,7 +78,7 @@ API Status cudnnDropoutGetStatesSize(cudnnHandle_t handle, size_t *bytes) {
   lock();
   *bytes = (size_t)settings.sm_count << 16;
   unlock();
-  note_estimate("cuDNN dropout states");
+  note_estimate("cuDNN dropout states", *bytes);
   return DONE;
 }
 EXPORT_CONSTANT(cudnnSetDropoutDescriptor, DONE)
@@ -188,7 +188,8 @@ API Status cudnnGetRNNTempSpaceSizes(cudnnHandle_t handle, cudnnRNNDescriptor_t 
   size_t between = tokens * n->projected * directions * (layers - 1);
   if (workspace_bytes) *workspace_bytes = tokens * n->hidden * directions * (size_t)gates(n) * element;
   if (reserve_bytes) *reserve_bytes = mode == CUDNN_FWD_MODE_TRAINING ? (kept + between) * element : 0;
-  note_estimate("cuDNN RNN workspace and reserve space");
+  note_estimate("cuDNN RNN workspace and reserve space",
+                (workspace_bytes ? *workspace_bytes : 0) + (reserve_bytes ? *reserve_bytes : 0));
   return DONE;
 }
 EXPORT_CONSTANT(cudnnRNNForward, DONE)

@@ -13,8 +13,9 @@ typedef cusolverDnHandle_t Handle;
 #define DONE CUSOLVER_STATUS_SUCCESS
 
 static size_t elements(int64_t m, int64_t n) {
-  note_estimate("cuSOLVER workspace");
-  return (size_t)m * (size_t)n + 64 * (size_t)(m > n ? m : n);
+  size_t count = (size_t)m * (size_t)n + 64 * (size_t)(m > n ? m : n);
+  note_estimate("cuSOLVER workspace", count * sizeof(double));
+  return count;
 }
 
 static Status blank(void **out) {

@@ -24,7 +24,7 @@ EXPORT_CONSTANT(cusparseSetPointerMode, DONE)
 
 static Status no_buffer(size_t *bytes) {
   *bytes = 0;
-  note_estimate("cuSPARSE buffers");
+  note_estimate("cuSPARSE buffers", 0);
   return DONE;
 }
 API Status cusparseSpMM_bufferSize(cusparseHandle_t handle, cusparseOperation_t opa, cusparseOperation_t opb,

@@ -68,7 +68,7 @@ void say(const char *format, ...) __attribute__((format(printf, 1, 2)));  // on 
 
 // Two lists of names, each name once: calls that were refused, and sizes that were made up by a documented rule.
 void note_unknown_call(const char *name);
-void note_estimate(const char *what);
+void note_estimate(const char *what, size_t bytes);
 
 bool charge(int device, size_t bytes);  // takes physical memory, or says that there is not enough; lock is held
 void discharge(int device, size_t bytes);

@@ -1,0 +1,88 @@
+"""How far a dry run's peaks can be trusted: a level, by rule, and the reasons that it is no better.
+
+| level | when |
+|---|---|
+| ``exact`` | nothing was left to a rule, and no value that is not known can steer the script |
+| ``high`` | what is not known changes the reserved peak by less than 1 %, as far as it was tried |
+| ``medium`` | by less than 10 %; or workspaces of cuDNN, buffers of NCCL, or answers that were not tried |
+| ``low`` | by more; or the run did not come to its end; or calls to the GPU's libraries did nothing |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memfit.core.units import format_bytes
+from memfit.dryrun.result import Confidence, DryRunResult
+
+_LEVELS: tuple[Confidence, ...] = ("exact", "high", "medium", "low")
+
+Reason = tuple[Confidence, str]
+"""The best level that a fact allows, and the fact."""
+
+NO_EFFECT = ("CUDA library calls that did nothing: cuptiActivity", "the beginning of the run in the trace")
+"""Notes that say nothing about memory."""
+
+TAKEN_AS_EXPECTED = "sizes that depend on unknown values: taken as expected (see value_reads)"
+"""What the interval says better."""
+
+
+def with_confidence(result: DryRunResult) -> DryRunResult:
+    """``result`` with its level of confidence and the reasons for it, the gravest first."""
+    reasons = sorted(_reasons(result), key=lambda reason: -_LEVELS.index(reason[0]))
+    level = reasons[0][0] if reasons else "exact"
+    return replace(result, confidence=level, confidence_reasons=tuple(text for _, text in reasons))
+
+
+def _reasons(result: DryRunResult) -> Iterator[Reason]:
+    if result.ended in ("interrupted", "timeout"):
+        yield "low", "the run was ended early, and its peak may come later"
+    elif result.ended == "error" or result.exit_code and result.ended != "out_of_memory":
+        yield "low", "the script failed, and its peak may come later"
+    yield from _estimates(result)
+    yield from _interval(result)
+    for note in result.not_modelled:
+        if note.startswith("CUDA library calls"):
+            if "cupti" not in note or "," in note:
+                yield "low", note
+        elif not note.startswith(NO_EFFECT) and note != TAKEN_AS_EXPECTED:
+            yield "medium", note
+
+
+def _estimates(result: DryRunResult) -> Iterator[Reason]:
+    total = sum(result.estimates.values())
+    if result.estimates:
+        named = ", ".join(f"{name} {format_bytes(size)}" for name, size in result.estimates.items())
+        yield _by_share(total, result), f"sizes by a rule, not by the library itself: {named}"
+
+
+def _interval(result: DryRunResult) -> Iterator[Reason]:
+    steering = {read.site for read in result.value_reads if read.steers == "yes"}
+    interval = result.interval
+    if interval is None:
+        if steering:
+            yield "medium", f"{len(steering)} places read values that are not known and steer the script"
+        return
+    width = interval.reserved.high_bytes - interval.reserved.low_bytes
+    if width:
+        yield _by_share(width, result), f"other answers change the reserved peak by {format_bytes(width)}"
+    if interval.may_run_out and result.oom is None:
+        yield "low", "with another answer the memory runs out"
+    tried = [read for read in result.value_reads if read.other_answer is not None]
+    failed = {read.site for read in tried if read.peak_change_bytes is None}
+    if failed:
+        yield "high", f"{len(failed)} places have another answer with which the script does not go on"
+    untried = {read.site for read in result.value_reads if read.steers == "yes" and read.other_answer is None}
+    if untried:
+        yield "medium", f"{len(untried)} places that steer the script were not tried with another answer"
+    perhaps = {
+        read.site for read in result.value_reads if read.steers == "perhaps" and read.other_answer is None
+    }
+    if perhaps:
+        yield "high", f"{len(perhaps)} places read values that may steer the script"
+
+
+def _by_share(size_bytes: int, result: DryRunResult) -> Confidence:
+    share = size_bytes / max(1, result.peak_reserved_bytes)
+    return "high" if share < 0.01 else "medium" if share < 0.1 else "low"
