@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from memfit.manager import GPUMemoryManager
     from memfit.planning import FitResult, Plan, plan
     from memfit.pools import DynamicAllocation, IdleCacheRelease, MemoryAllocator, MemoryPool, collect
+    from memfit.profiling.notebook import load_ipython_extension
+    from memfit.profiling.profiler import MemoryProfiler
     from memfit.techniques import (
+        AllocatorSettings,
         ChunkedCrossEntropy,
         GradientCheckpointing,
         MicroBatching,
@@ -45,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GPU",
+    "AllocatorSettings",
     "BaseAllocator",
     "CannotRunHere",
     "ChunkedCrossEntropy",
@@ -58,6 +62,7 @@ __all__ = [
     "MemfitError",
     "MemoryAllocator",
     "MemoryPool",
+    "MemoryProfiler",
     "MicroBatching",
     "OptimizerImplementation",
     "Plan",
@@ -76,6 +81,7 @@ __all__ = [
     "dry_run",
     "find_gpu",
     "format_bytes",
+    "load_ipython_extension",
     "parse_bytes",
     "plan",
     "read_trace",
@@ -84,6 +90,8 @@ __all__ = [
 ]
 
 _HOME = {
+    "memfit.profiling.notebook": ("load_ipython_extension",),
+    "memfit.profiling.profiler": ("MemoryProfiler",),
     "memfit.allocators": ("BaseAllocator",),
     "memfit.allocators.lab": ("Replay", "replay"),
     "memfit.capture": ("capture_step",),

@@ -36,6 +36,14 @@ COMMANDS: Mapping[str, Command] = {
         "memfit.cli.replay:replay",
         "Replay a snapshot, profiler trace or log through PyTorch's allocator, and find the best setting.",
     ),
+    "profile": Command(
+        "memfit.cli.profile:profile",
+        "Run a training script under the memory profiler and save what its memory is used for.",
+        passes_arguments=True,
+    ),
+    "monitor": Command(
+        "memfit.cli.monitor:monitor", "Watch GPUs, their processes and PyTorch's allocators in the terminal."
+    ),
     "gpus": Command("memfit.cli.gpus:gpus", "List the GPUs that memfit knows by name."),
     "doctor": Command("memfit.cli.doctor:doctor", "Say what this machine can do, and how to get the rest."),
 }
