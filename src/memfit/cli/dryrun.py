@@ -57,6 +57,23 @@ def dryrun(
         float | None,
         typer.Option("--timeout", metavar="SECONDS", help="End after so long, with what is known by then."),
     ] = None,
+    repeats: Annotated[
+        str | None,
+        typer.Option(
+            "--repeats",
+            metavar="N",
+            help="Run again so often at most, with other answers where the script reads values that only a "
+            "GPU knows; or none. Unless given, 4 where they certainly steer the script.",
+        ),
+    ] = None,
+    real_host_values: Annotated[
+        bool,
+        typer.Option(
+            "--real-host-values",
+            help="Compute large tensors of the host at once. Unless given they are computed only when the "
+            "script looks at their values, so that a large model needs little host memory.",
+        ),
+    ] = False,
 ) -> int:
     """Run a training script, unmodified, on a made-up GPU and account for its memory.
 
@@ -79,6 +96,8 @@ def dryrun(
         allow_writes=allow_writes,
         timeout_seconds=timeout,
         output="stderr" if as_json else "stdout",
+        repeats=parse_repeats(repeats),
+        real_host_values=real_host_values,
     )
     files = {name: str(path) for name, path in (("snapshot", snapshot), ("trace", trace)) if path is not None}
     if as_json:
@@ -96,6 +115,17 @@ def parse_steps(text: str) -> int | Literal["all"]:
         return "all"
     if not text.isdigit() or int(text) < 1:
         raise UsageError(f"--steps {text}: give a number of optimizer steps, 1 or more, or all")
+    return int(text)
+
+
+def parse_repeats(text: str | None) -> int | None:
+    """The value of ``--repeats``; None: as many as memfit thinks right. Raises UsageError."""
+    from memfit.core.errors import UsageError
+
+    if text is None or text == "none":
+        return None if text is None else 0
+    if not text.isdigit():
+        raise UsageError(f"--repeats {text}: give a number of repeats, or none")
     return int(text)
 
 

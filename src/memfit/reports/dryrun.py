@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.core.units import format_bytes, format_seconds
-from memfit.dryrun.result import DryRunResult, OutOfMemory, ValueRead
+from memfit.dryrun.result import DryRunResult, Interval, OutOfMemory, ValueRead
 from memfit.reports import text
 from memfit.reports.account import Account
 
@@ -43,7 +43,7 @@ def dry_run_text(result: DryRunResult) -> RenderableType:
     ]
     if result.peak_by_phase:
         parts += _section("Alive at the peak, by the phase that allocated it", _phases(result))
-    parts += ["", _verdict(result)]
+    parts += ["", _verdict(result), *(Text(line) for line in _trust(result))]
     if result.oom is not None:
         parts += [Padding(_shortage(result.oom), (0, 0, 0, 2))]
     parts += [Text(line) for line in _notes(result)]
@@ -121,6 +121,28 @@ def _shortage(oom: OutOfMemory) -> Text:
     return Text(f"{what}; {left}.\nAt {place}, in the {oom.phase} phase{module}.")
 
 
+def _trust(result: DryRunResult) -> Iterable[str]:
+    """The interval, and how far the figures can be trusted."""
+    interval = result.interval
+    if interval is not None and interval.repeats:
+        low, high = (
+            format_bytes(size) for size in (interval.reserved.low_bytes, interval.reserved.high_bytes)
+        )
+        runs = f"{interval.repeats} more run{'' if interval.repeats == 1 else 's'}"
+        spread = f"{low} to {high}" if low != high else f"{low} in all of them"
+        yield f"With other answers to what it read: peak reserved {spread} ({runs}, {_seconds(interval)})."
+        if interval.may_run_out and result.oom is None:
+            yield "With another answer the memory runs out (see below)."
+    if interval is not None and interval.left_out:
+        yield f"{interval.left_out} places that may steer the script have answers not tried (--repeats N)."
+    yield f"Confidence: {result.confidence}"
+    yield from (f"  {reason}" for reason in result.confidence_reasons)
+
+
+def _seconds(interval: Interval) -> str:
+    return format_seconds(interval.seconds)
+
+
 def _notes(result: DryRunResult) -> Iterable[str]:
     if result.value_reads:
         yield "\nValues that the script read from the device are not real here; it was told:"
@@ -131,13 +153,23 @@ def _notes(result: DryRunResult) -> Iterable[str]:
     if result.not_modelled:
         yield "\nNot modelled:"
         yield from (f"  {note}" for note in result.not_modelled)
+    if result.estimates:
+        yield "\nSizes by a rule, not by the library itself (the largest of each):"
+        yield from (f"  {name}: {format_bytes(size)}" for name, size in result.estimates.items())
     if result.scratch_folder is not None:
         yield f"\nThe script's files were kept away from your own, in {result.scratch_folder}"
 
 
 def _read(read: ValueRead) -> str:
     times = "" if read.count == 1 else f", {read.count} times"
-    return f"{_place(read.file, read.line, read.function)}: {read.answer} ({read.op}{times})"
+    text = f"{_place(read.file, read.line, read.function)}: {read.answer} ({read.op}{times})"
+    if read.peak_change_bytes is not None:
+        sign = "-" if read.peak_change_bytes < 0 else "+"
+        change = (
+            f"{sign}{format_bytes(abs(read.peak_change_bytes))}" if read.peak_change_bytes else "no change"
+        )
+        return f"{text}; {read.other_answer} instead: {change}"
+    return f"{text}; {read.why}" if read.other_answer is not None else text
 
 
 def _place(file: str | None, line: int, function: str) -> str:
