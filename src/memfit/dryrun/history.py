@@ -148,7 +148,7 @@ def read_history(
         events: as PyTorch gives them.
         observed: what was noted beside them.
         is_user_file: tells the user's own code from libraries, by file name.
-        meta: what the trace is of.
+        meta: what the trace is of; ``step_ends``, the first event after each optimizer step, is added.
     """
     reader = _Reader(observed, is_user_file)
     rows = [row for event in events if (row := reader.read(event)) is not None]
@@ -170,6 +170,7 @@ def read_history(
                 where=block.where,
                 **columns,
             )
+    builder.meta["step_ends"] = list(reader.step_ends)
     return History(trace=builder.build(), step_ends=tuple(reader.step_ends))
 
 
