@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memfit.allocators import expandable, statistics
+from memfit.allocators import expandable, reclaiming, statistics
 from memfit.allocators.base import BaseAllocator, Block, OutOfMemory
 from memfit.allocators.chunks import (
     ALLOCATED,
@@ -23,6 +23,7 @@ from memfit.allocators.chunks import (
     Counters,
     Device,
     FreeList,
+    PoolShare,
     Region,
 )
 from memfit.allocators.settings import (
@@ -94,9 +95,10 @@ class CachingAllocator(BaseAllocator):
         self.stats_book = statistics.StatsBook(self)
         self.small, self.large = Counters(), Counters()
         self.regions: dict[int, Region] = {}
-        self._lists: dict[tuple[int, bool], FreeList] = {}
+        self._lists: dict[tuple[int, bool, int], FreeList] = {}
+        self._shared: dict[tuple[int, bool], PoolShare] = {}
         self._collects = self.limit_bytes is not None and self.settings.garbage_collection_threshold > 0
-        self._max_split = self.settings.max_split_size_bytes
+        self.max_split_bytes = self.settings.max_split_size_bytes
         self._expandable = self.settings.expandable_segments
         self._plain_rounding = max(self.settings.roundup_power2_divisions) <= 1
         self._pending: list[tuple[Chunk, bool]] = []
@@ -169,19 +171,20 @@ class CachingAllocator(BaseAllocator):
 
     # The same on chunks.
 
-    def malloc(self, requested: int, stream: int = 0) -> Chunk:
+    def malloc(self, requested: int, stream: int = 0, pool: int = 0) -> Chunk:
         """Find or make a chunk for ``requested`` > 0 bytes.
 
         Raises:
             OutOfMemory: as `allocate`.
         """
         if self._pending:
-            self._process_events()
+            self.process_events()
         size = (requested + 511) & -512 if self._plain_rounding else round_size(requested, self.settings)
-        home = self._lists.get((stream, size <= SMALL_LIMIT_BYTES)) or self._new_list(stream, size)
+        small = size <= SMALL_LIMIT_BYTES
+        home = self._lists.get((stream, small, pool)) or self.home(stream, small=small, pool=pool)
         counters = home.counters
         if self._collects:
-            counters.searches += 1
+            home.shared.searches += 1
         keys = home.keys
         index = bisect_left(keys, size << ORDER_BITS)
         if index < len(keys) and (index := self._admissible(home, index, size)) >= 0:
@@ -192,7 +195,7 @@ class CachingAllocator(BaseAllocator):
         plain = not chunk.region.page_bytes
         split = chunk.prev is not None or chunk.next is not None
         if rest >= BLOCK_BYTES and (
-            home.small or self._expandable or (size < self._max_split and rest > SMALL_LIMIT_BYTES)
+            home.small or self._expandable or (size < self.max_split_bytes and rest > SMALL_LIMIT_BYTES)
         ):
             chunk = self._cut(chunk, home, size)
             if plain:
@@ -217,7 +220,7 @@ class CachingAllocator(BaseAllocator):
         counters.requested += requested
         counters.requested_total += requested
         self.rising = True
-        if size >= self._max_split:
+        if size >= self.max_split_bytes:
             self.stats_book.oversize_allocations.add(1)
         return chunk
 
@@ -228,7 +231,7 @@ class CachingAllocator(BaseAllocator):
         counters = chunk.home.counters
         counters.count -= 1
         counters.bytes -= chunk.size
-        if chunk.size >= self._max_split:
+        if chunk.size >= self.max_split_bytes:
             self.stats_book.oversize_allocations.add(-1)
         if chunk.streams:
             chunk.state = PENDING
@@ -251,37 +254,41 @@ class CachingAllocator(BaseAllocator):
         """Give every cached segment (and every whole free page of expandable ones) back to the device."""
         self.stats_book.syncs += 1
         self.synchronize()
-        self._process_events()
-        for small in (False, True):
-            for home in self._homes(small=small):
-                kept = []
-                for chunk in home.in_order():
-                    if chunk.region.page_bytes:
-                        kept.append(chunk)
-                    elif chunk.prev is None and chunk.next is None:
-                        self._give_back(chunk)
-                for chunk in kept:
-                    expandable.unmap(self, chunk)
+        self.process_events()
+        reclaiming.release_cached(self)
 
     # What they are made of.
 
-    def _new_list(self, stream: int, size: int) -> FreeList:
-        small = size <= SMALL_LIMIT_BYTES
-        home = FreeList(small=small, stream=stream, counters=self.small if small else self.large)
-        self._lists[stream, small] = home
-        return home
+    def home(self, stream: int, *, small: bool, pool: int = 0) -> FreeList:
+        """The free list of a stream and a size class, in a private pool or (0) in none; made if need be."""
+        known = self._lists.get((stream, small, pool))
+        if known is None:
+            shared = self.share(small=small, pool=pool)
+            counters = self.small if small else self.large
+            known = FreeList(small=small, stream=stream, counters=counters, shared=shared)
+            self._lists[stream, small, pool] = known
+        return known
 
-    def _homes(self, *, small: bool) -> list[FreeList]:
-        return [home for (_, is_small), home in self._lists.items() if is_small == small]
+    def share(self, *, small: bool, pool: int = 0) -> PoolShare:
+        """What the free lists of a size class have in common, in a private pool or (0) in none."""
+        return self._shared.setdefault((pool, small), PoolShare(pool=pool))
+
+    def lanes(self) -> list[tuple[int, bool, int]]:
+        """The stream, size class and private pool of every free list there is."""
+        return list(self._lists)
+
+    def homes(self, *, small: bool) -> list[FreeList]:
+        """The free lists of a size class, of all streams and private pools."""
+        return [home for (_, is_small, _), home in self._lists.items() if is_small == small]
 
     def _admissible(self, home: FreeList, index: int, size: int) -> int:
         """The index of the chunk to take, given the best fit; -1 where none may be taken."""
         if self._expandable:
             index = expandable.best_fit(home, index)
         found = home.keys[index] >> ORDER_BITS
-        if size < self._max_split <= found:
+        if size < self.max_split_bytes <= found:
             return -1
-        if size >= self._max_split and found >= size + self.settings.non_split_rounding_bytes:
+        if size >= self.max_split_bytes and found >= size + self.settings.non_split_rounding_bytes:
             return -1
         return index
 
@@ -301,7 +308,7 @@ class CachingAllocator(BaseAllocator):
         key = (chunk.size << ORDER_BITS) | chunk.order
         insort(home.keys, key)
         home.chunks[key] = chunk
-        chunk.born = home.counters.searches
+        chunk.born = home.shared.searches
         return head
 
     def _release(self, chunk: Chunk) -> None:
@@ -334,7 +341,7 @@ class CachingAllocator(BaseAllocator):
         key = (chunk.size << ORDER_BITS) | chunk.order
         insort(home.keys, key)
         home.chunks[key] = chunk
-        chunk.born = counters.searches
+        chunk.born = home.shared.searches
         if not chunk.region.page_bytes:
             self._count_inactive(counters, own, joined, chunk)
 
@@ -351,7 +358,8 @@ class CachingAllocator(BaseAllocator):
             counters.split_bytes -= chunk.size - own
             counters.split_count -= joined
 
-    def _process_events(self) -> None:
+    def process_events(self) -> None:
+        """Release the chunks whose other streams are done."""
         done = [chunk for chunk, is_done in self._pending if is_done]
         self._pending = [entry for entry in self._pending if not entry[1]]
         # PyTorch walks a table of streams and frees a block at the last one that used it: the default stream
@@ -368,9 +376,9 @@ class CachingAllocator(BaseAllocator):
     def _grow(self, home: FreeList, size: int, requested: int) -> Chunk:
         """No cached chunk serves: collect, ask the device, give back what is cached, ask again."""
         if self._collects:
-            self._collect_garbage()
-        for give_back in (None, self._give_back_oversize, self._flush):
-            if give_back is not None and not give_back(home, size):
+            reclaiming.collect_garbage(self)
+        for give_back in (None, reclaiming.give_back_oversize, reclaiming.flush):
+            if give_back is not None and not give_back(self, home, size):
                 continue
             if (chunk := self._ask_device(home, size, requested)) is not None:
                 return chunk
@@ -407,7 +415,7 @@ class CachingAllocator(BaseAllocator):
         self.count_reserved(home.counters, wanted)
         self.stats_book.note_segments(home.counters)
         self.stats_book.device_allocs += 1
-        if wanted >= self._max_split:
+        if wanted >= self.max_split_bytes:
             self.stats_book.oversize_segments.add(1)
         return region.first
 
@@ -427,65 +435,6 @@ class CachingAllocator(BaseAllocator):
         if size > 0:
             counters.reserved_total += size
             self.stats_book.note_reserved(counters)
-
-    def _give_back(self, chunk: Chunk) -> None:
-        """Free a whole cached segment."""
-        home = chunk.home
-        home.remove(chunk)
-        self.device.give_back(chunk.size)
-        home.counters.segments -= 1
-        self.count_reserved(home.counters, -chunk.size)
-        self.stats_book.device_frees += 1
-        if chunk.size >= self._max_split:
-            self.stats_book.oversize_segments.add(-1)
-        del self.regions[chunk.region.ordinal]
-
-    def _give_back_oversize(self, home: FreeList, size: int) -> bool:
-        """With max_split_size: free one cached block that is large enough, or several large ones."""
-        if self._max_split >= 1 << 62:
-            return False
-        wanted = max(size, self._max_split)
-        index = bisect_left(home.keys, wanted << ORDER_BITS)
-        if index < len(home.keys):
-            chunk = home.chunks[home.keys[index]]
-            if not chunk.region.page_bytes:
-                self._give_back(chunk)
-            return not chunk.region.page_bytes
-        freed = 0
-        for chunk in reversed(home.in_order()):
-            if freed >= wanted or chunk.size < self._max_split:
-                break
-            if not chunk.region.page_bytes:
-                freed += chunk.size
-                self._give_back(chunk)
-        return freed >= wanted
-
-    def _flush(self, home: FreeList, size: int) -> bool:
-        self.empty_cache()
-        self.stats_book.retries += 1
-        return True
-
-    def _collect_garbage(self) -> None:
-        """Free old cached segments once more than the threshold is reserved, oldest half first."""
-        assert self.limit_bytes is not None
-        target = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self.limit_bytes)
-        if target <= 0:
-            return
-        searches = self.large.searches
-        cached = [
-            chunk
-            for home in self._homes(small=False)
-            for chunk in home.in_order()
-            if chunk.prev is None and chunk.next is None and not chunk.region.page_bytes
-        ]
-        reclaimed = 0
-        while cached and reclaimed < target:
-            mean_age = sum(searches - chunk.born for chunk in cached) / len(cached)
-            old = [chunk for chunk in cached if searches - chunk.born >= mean_age]
-            cached = [chunk for chunk in cached if searches - chunk.born < mean_age]
-            for chunk in old:
-                reclaimed += chunk.size
-                self._give_back(chunk)
 
     def chunks(self) -> Iterator[Chunk]:
         """Every chunk of every region, in address order."""

@@ -6,6 +6,9 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
+
 from memfit.core.errors import UsageError
 
 DEVICE_BASE_ADDRESS = 0x100000000000
@@ -96,18 +99,28 @@ class Counters:
     split_count_total: int = 0
     split_bytes: int = 0
     split_bytes_total: int = 0
+
+
+@dataclass(slots=True)
+class PoolShare:
+    """What the free lists of one pool share, whatever their stream: a private pool's number (0: none), whether
+    it was released, and how often it was searched, which is the clock of garbage collection."""
+
+    pool: int = 0
+    released: bool = False
     searches: int = 0
 
 
 class FreeList:
     """The free chunks of a pool on one stream, in best-fit order; unmapped ones in address order."""
 
-    __slots__ = ("chunks", "counters", "keys", "small", "stream", "unmapped", "unmapped_addresses")
+    __slots__ = ("chunks", "counters", "keys", "shared", "small", "stream", "unmapped", "unmapped_addresses")
 
-    def __init__(self, *, small: bool, stream: int, counters: Counters) -> None:
+    def __init__(self, *, small: bool, stream: int, counters: Counters, shared: PoolShare) -> None:
         self.small = small
         self.stream = stream
         self.counters = counters
+        self.shared = shared
         self.keys: list[int] = []
         self.chunks: dict[int, Chunk] = {}
         self.unmapped_addresses: list[int] = []
@@ -117,12 +130,17 @@ class FreeList:
         key = (chunk.size << ORDER_BITS) | chunk.order
         insort(self.keys, key)
         self.chunks[key] = chunk
-        chunk.born = self.counters.searches
+        chunk.born = self.shared.searches
 
     def remove(self, chunk: Chunk) -> None:
         key = (chunk.size << ORDER_BITS) | chunk.order
         del self.keys[bisect_left(self.keys, key)]
         del self.chunks[key]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        for held in (self.keys, self.chunks, self.unmapped_addresses, self.unmapped):
+            held.clear()
 
     def in_order(self) -> list[Chunk]:
         """The free chunks, smallest first."""
@@ -160,6 +178,10 @@ class Device:
         self.used_bytes += size
         self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
         return True
+
+    def recorded_segments(self) -> npt.NDArray[np.int64]:
+        """Segments whose addresses are known in advance: rows of size, address and 0, by size; here none."""
+        return np.zeros((0, 3), dtype=np.int64)
 
     def give_back(self, size: int) -> None:
         self.used_bytes -= size

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
+
+from memfit.allocators import reclaiming
 from memfit.allocators.caching import CachingAllocator
 from memfit.allocators.chunks import (
     ALLOCATED,
@@ -17,7 +21,7 @@ from memfit.allocators.chunks import (
     FreeList,
     Region,
 )
-from memfit.allocators.settings import SMALL_LIMIT_BYTES, SMALL_SEGMENT_BYTES
+from memfit.allocators.settings import SMALL_SEGMENT_BYTES
 from memfit.core.errors import UsageError
 from memfit.core.snapshot import Segment, Snapshot
 
@@ -33,6 +37,11 @@ class RecordedDevice(Device):
         self._recorded: dict[int, deque[int]] = {}
         for size, address in segments:
             self._recorded.setdefault(size, deque()).append(address)
+
+    def recorded_segments(self) -> npt.NDArray[np.int64]:
+        """The segments to come: rows of size, address and 0, by size and in order."""
+        rows = [(size, address, 0) for size in sorted(self._recorded) for address in self._recorded[size]]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
     def new_region(self, size: int, *, page_bytes: int = 0) -> Region:
         """A range of addresses: the next recorded one of this size, or else above all others."""
@@ -83,13 +92,11 @@ def give_back_segment(allocator: CachingAllocator, region: Region) -> None:
     """Give one segment back to the device, if nothing in it is in use."""
     chunk = region.first
     if chunk.state == FREE and chunk.next is None and not region.page_bytes:
-        allocator._give_back(chunk)
+        reclaiming.give_back(allocator, chunk)
 
 
 def _home(allocator: CachingAllocator, segment: Segment) -> FreeList:
-    small = segment.pool == "small"
-    known = allocator._lists.get((segment.stream, small))
-    return known or allocator._new_list(segment.stream, SMALL_LIMIT_BYTES if small else SMALL_LIMIT_BYTES + 1)
+    return allocator.home(segment.stream, small=segment.pool == "small")
 
 
 def _region(allocator: CachingAllocator, address: int, size: int, *, page_bytes: int = 0) -> Region:
