@@ -116,6 +116,7 @@ _HOME = {
     "memfit.planning": ("FitResult", "Plan", "plan"),
     "memfit.pools": ("DynamicAllocation", "IdleCacheRelease", "MemoryAllocator", "MemoryPool", "collect"),
     "memfit.techniques": (
+        "AllocatorSettings",
         "ChunkedCrossEntropy",
         "GradientCheckpointing",
         "MicroBatching",

@@ -7,6 +7,7 @@ from imitation import MIB, gpu, step
 
 from memfit.capture.costs import op_seconds
 from memfit.capture.graph import Op, StepGraph
+from memfit.core.exactness import Exactness
 from memfit.planning.layout import Layout, ordered_blocks
 from memfit.planning.options import KINDS, enumerate_options, save_names
 from memfit.planning.problems import (
@@ -128,18 +129,21 @@ def test_every_kind_is_the_techniques_own() -> None:
 
 
 def test_levers_follow_what_is_allowed() -> None:
-    def names(allow: str) -> list[str]:
+    def names(allow: str, expandable_segments: Exactness | None = None) -> list[str]:
         found = levers(
             allow,  # type: ignore[arg-type]
             samples=4,
             chunked_loss="reordered",
             micro_batching="approximate",
             implementations={"fused": "reordered"},
+            expandable_segments=expandable_segments,
         )
         assert found[0] is NO_LEVER
         return [lever.name for lever in found[1:]]
 
     assert names("exact") == []
+    assert names("exact", "exact") == ["expandable segments"]
+    assert "chunked loss, fused optimizer, expandable segments" in names("reordered", "exact")
     assert names("reordered") == ["fused optimizer", "chunked loss, fused optimizer"]
     assert names("approximate")[2:4] == [
         "2 micro-batches, fused optimizer",

@@ -73,3 +73,27 @@ class GPT2Steps:
         del loss
         optimizer.step()
         optimizer.zero_grad()
+
+
+def allocator_settings() -> dict[str, Any]:
+    """The allocator before, under and after the technique, in a process with settings of its own."""
+    from memfit.techniques import AllocatorSettings, undo
+
+    torch._C._accelerator_setAllocatorSettings("roundup_power2_divisions:[256:1,512:2],max_split_size_mb:40")
+    model = torch.nn.Linear(1, 1)
+    held, seen = [], {}
+
+    def look(when: str) -> None:
+        held.append(torch.empty(50 << 20, device="cuda"))
+        snapshot = torch.cuda.memory._snapshot()
+        start = held[-1].data_ptr()
+        (own,) = [s for s in snapshot["segments"] if 0 <= start - s["address"] < s["total_size"]]
+        settings = snapshot["allocator_settings"]
+        seen[when] = [own["is_expandable"], settings["max_split_size"], settings["roundup_power2_divisions"]]
+
+    look("before")
+    AllocatorSettings().apply(model)
+    look("applied")
+    undo(model)
+    look("undone")
+    return seen

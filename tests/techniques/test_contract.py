@@ -15,6 +15,7 @@ from torch import nn
 from memfit.core.errors import UsageError
 from memfit.techniques import (
     TECHNIQUES,
+    AllocatorSettings,
     ChunkedCrossEntropy,
     GradientCheckpointing,
     MicroBatching,
@@ -40,6 +41,7 @@ VARIANTS: dict[str, Technique] = {
     "fused": OptimizerImplementation(implementation="fused"),
     "foreach": OptimizerImplementation(implementation="foreach"),
     "micro": MicroBatching(micro_batches=2),
+    "allocator": AllocatorSettings(),
 }
 KINDS = ("full", "save linear", "chunked", "fused", "micro")
 

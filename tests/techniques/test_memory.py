@@ -79,3 +79,10 @@ def test_the_generator_of_the_gpu_is_where_it_was(gpt2: Any, save: tuple[str, ..
     assert len(forward) == 1 + 3 * 12
     expected = [offset for block in reversed(blocks) for n, offset in enumerate(block) if n not in skipped]
     assert again == expected
+
+
+def test_segments_grow_under_the_setting_and_other_settings_are_kept(worker: Worker) -> None:
+    seen = worker.call("dry_run_targets:allocator_settings")
+    assert [seen[when][0] for when in ("before", "applied", "undone")] == [False, True, False]
+    assert seen["before"][1] == 40 << 20
+    assert {tuple(map(str, rest)) for _, *rest in seen.values()} == {tuple(map(str, seen["before"][1:]))}

@@ -33,6 +33,7 @@ class ModelFacts:
     chunked_loss: Exactness | None = None
     micro_batching: Exactness | None = None
     implementations: Mapping[str, Exactness] = field(default_factory=dict)
+    expandable_segments: Exactness | None = None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelFacts:

@@ -179,6 +179,7 @@ def model_facts(step: TrainingStep) -> dict[str, Any]:
         "chunked_loss": _grade(step, {"technique": "chunked_cross_entropy"}),
         "micro_batching": _grade(step, {"technique": "micro_batching"}),
         "implementations": _implementations(step),
+        "expandable_segments": "exact" if on_made_up_gpu() else None,
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from memfit.capture.graph import StepGraph
 from memfit.core.errors import UsageError, WorkloadFailed
 from memfit.core.exactness import Exactness
-from memfit.planning.bench import Bench, ModelFacts, Try, by_seconds
+from memfit.planning.bench import Bench, ModelFacts, Try, by_seconds, settings_key
 from memfit.planning.figures import Settings
 from memfit.planning.layout import Layout
 from memfit.planning.problem import Option
@@ -61,6 +61,7 @@ class Explorer:
     progress: Progress
     notes: list[str]
     _budget_bytes: int = field(default=0, init=False)
+    _graphs: dict[str, StepGraph | None] = field(default_factory=dict, init=False)
     _options: tuple[dict[tuple[str, ...], Option], ...] | None = field(default=None, init=False)
 
     def explore(self, budget_bytes: int) -> None:
@@ -102,6 +103,13 @@ class Explorer:
 
     def _graph(self, techniques: Sequence[Settings]) -> StepGraph | None:
         """The captured step with techniques; None, and a note, where the model cannot run with them."""
+        key = settings_key(techniques)
+        if key in self._graphs:
+            return self._graphs[key]
+        self._graphs[key] = self._captured(techniques) if techniques else self.graph
+        return self._graphs[key]
+
+    def _captured(self, techniques: Sequence[Settings]) -> StepGraph | None:
         try:
             return self.bench.oracle.graph(techniques)
         except (WorkloadFailed, UsageError) as failure:
@@ -116,12 +124,13 @@ class Explorer:
             chunked_loss=self.facts.chunked_loss,
             micro_batching=self.facts.micro_batching,
             implementations=self.facts.implementations,
+            expandable_segments=self.facts.expandable_segments,
         )
 
     def _case(
         self, row: Row, options: Sequence[dict[tuple[str, ...], Option]], lever: Lever
     ) -> LeverProblem | None:
-        graph = self.graph if lever.is_none else self._graph(lever.settings)
+        graph = self._graph(lever.step_settings)
         if graph is None:
             return None
         layout = Layout(graph=graph, blocks=row.blocks, passes=lever.micro_batches)

@@ -160,7 +160,7 @@ def _bounds(
     Both are None for a plan with other levers than recomputation, and where no plan was found.
     """
     chosen = outcome.chosen
-    if chosen is None or not chosen.lever.is_none:
+    if chosen is None or chosen.lever.step_settings:
         return None, None
     if not chosen.techniques:
         return 0.0, 0.0

@@ -36,6 +36,11 @@ class Lever:
         """Whether it changes nothing."""
         return not self.settings
 
+    @property
+    def step_settings(self) -> tuple[Settings, ...]:
+        """The settings that change what the step computes or allocates; the allocator's own do not."""
+        return tuple(s for s in self.settings if s["technique"] != "allocator_settings")
+
 
 NO_LEVER = Lever(name="")
 
@@ -101,6 +106,7 @@ def levers(
     chunked_loss: Exactness | None,
     micro_batching: Exactness | None,
     implementations: Mapping[str, Exactness],
+    expandable_segments: Exactness | None = None,
 ) -> tuple[Lever, ...]:
     """The combinations of levers within ``allow``: fewest micro-batches first, the one that changes nothing
     before all.
@@ -113,6 +119,7 @@ def levers(
         chunked_loss: how exact chunking the loss is on this model; None where it cannot be done.
         micro_batching: the same for micro-batching (batch norm sees smaller batches: approximate).
         implementations: of the optimizer, beside the workload's own, and how exact each is.
+        expandable_segments: the same for the allocator's setting; None where it cannot be had.
     """
     losses = [NO_LEVER]
     if chunked_loss is not None:
@@ -139,7 +146,13 @@ def levers(
             for count in MICRO_BATCHES
             if 1 < count <= samples
         ]
-    combined = (_together(parts) for parts in itertools.product(batches, losses, optimizers))
+    allocators = [NO_LEVER]
+    if expandable_segments is not None:
+        setting = {"technique": "allocator_settings", "expandable_segments": True}
+        allocators.append(
+            Lever(name="expandable segments", settings=(setting,), exactness=expandable_segments)
+        )
+    combined = map(_together, itertools.product(batches, losses, optimizers, allocators))
     admitted = [lever for lever in combined if allowed(lever.exactness, allow) and not lever.is_none]
     return (NO_LEVER, *sorted(admitted, key=lambda lever: (lever.micro_batches, len(lever.settings))))
 

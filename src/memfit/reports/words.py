@@ -165,6 +165,12 @@ def _optimizer(settings: Settings) -> list[PlanRow]:
     return [PlanRow(where="the optimizer", keeps=_OPTIMIZERS.get(implementation, implementation))]
 
 
+def _allocator(settings: Settings) -> list[PlanRow]:
+    grows = settings.get("expandable_segments", True)
+    keeps = "segments that grow page by page, so few holes" if grows else "segments of fixed sizes"
+    return [PlanRow(where="PyTorch's allocator", keeps=keeps)]
+
+
 def _unknown(settings: Settings) -> list[PlanRow]:
     rest = {key: value for key, value in settings.items() if key != "technique"}
     return [
@@ -177,4 +183,5 @@ _DESCRIBE: Mapping[str, Callable[[Settings], list[PlanRow]]] = {
     "chunked_cross_entropy": _chunked_loss,
     "micro_batching": _micro_batching,
     "optimizer_implementation": _optimizer,
+    "allocator_settings": _allocator,
 }

@@ -10,26 +10,54 @@ from collections.abc import Mapping
 from typing import Any
 
 from memfit.core.errors import UsageError
+from memfit.techniques.allocator_settings import AllocatorSettings
 from memfit.techniques.base import Technique, applied_techniques, undo, undo_all
 from memfit.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from memfit.techniques.gradient_checkpointing import GradientCheckpointing
+from memfit.techniques.lora import LoRA, QLoRA
+from memfit.techniques.low_memory_optimizers import LowMemoryOptimizer
 from memfit.techniques.micro_batching import MicroBatching, micro_batches_of
+from memfit.techniques.mixed_precision import MixedPrecisionTraining, mixed_precision_of
+from memfit.techniques.offloaded_optimizer_state import OffloadedOptimizerState
 from memfit.techniques.optimizer_implementation import OptimizerImplementation
+from memfit.techniques.optimizer_in_backward import OptimizerInBackward
+from memfit.techniques.saving import Saving
 
 TECHNIQUES: Mapping[str, type[Technique]] = {
     technique.name: technique
-    for technique in (GradientCheckpointing, ChunkedCrossEntropy, MicroBatching, OptimizerImplementation)
+    for technique in (
+        GradientCheckpointing,
+        ChunkedCrossEntropy,
+        MicroBatching,
+        OptimizerImplementation,
+        MixedPrecisionTraining,
+        LowMemoryOptimizer,
+        OptimizerInBackward,
+        OffloadedOptimizerState,
+        LoRA,
+        QLoRA,
+        AllocatorSettings,
+    )
 }
 
 __all__ = [
     "TECHNIQUES",
+    "AllocatorSettings",
     "ChunkedCrossEntropy",
     "GradientCheckpointing",
+    "LoRA",
+    "LowMemoryOptimizer",
     "MicroBatching",
+    "MixedPrecisionTraining",
+    "OffloadedOptimizerState",
     "OptimizerImplementation",
+    "OptimizerInBackward",
+    "QLoRA",
+    "Saving",
     "Technique",
     "applied_techniques",
     "micro_batches_of",
+    "mixed_precision_of",
     "technique_from_settings",
     "undo",
     "undo_all",
