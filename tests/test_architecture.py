@@ -54,9 +54,11 @@ TORCH_FREE_AT_IMPORT = ("dryrun", "planning", "analysis", "monitor", "pytest_plu
 """Parts whose modules import torch inside functions only, but for `CHILD_MODULES`."""
 
 CHILD_MODULES = {
+    "memfit.dryrun.absent_ranks",
     "memfit.dryrun.assumptions",
     "memfit.dryrun.child",
     "memfit.dryrun.collect",
+    "memfit.dryrun.collective_values",
     "memfit.dryrun.interception",
     "memfit.dryrun.labels",
     "memfit.dryrun.measured",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from preloaded import Preloaded
-
-from memfit.core.trace import Trace
 
 pytestmark = pytest.mark.dryrun
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memfit.dryrun.collective_values import collectives
 from memfit.dryrun.shadow import (
     FLOATS,
     MISSING,
@@ -234,25 +235,6 @@ def _spread(chosen: torch.Tensor, experts: int, evenly: bool) -> torch.Tensor:
     return ((rows[:, None] + torch.arange(count)) % experts).reshape(chosen.shape)
 
 
-def _gathered_alone(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A collective of the only rank: in place it changes nothing, else the output is the input."""
-    out = func(*args, **kwargs)
-    first, second = device_tensors(args[0]), device_tensors(args[1]) if len(args) > 1 else []
-    for target, source in zip(first, second, strict=False):
-        shadow = values.shadow(source)
-        if shadow is None or target.numel() != source.numel():
-            values.forget(target)
-        elif values.keeps(target):
-            values.learn(target, shadow.reshape(target.shape), values.origins(source))
-    return out
-
-
-def _collectives() -> list[Any]:
-    """The collective operations; none in a build of PyTorch without torch.distributed."""
-    names = ("allreduce_", "broadcast_", "allgather_", "_allgather_base_", "_reduce_scatter_base_", "barrier")
-    return [getattr(torch.ops.c10d, name).default for name in names if hasattr(torch.ops.c10d, name)]
-
-
 def _first_size(out: Any) -> int:
     first = next(iter(tensors(out)), None)
     return 0 if first is None or first.dim() == 0 else first.shape[0]
@@ -287,7 +269,7 @@ SPECIAL: Mapping[Any, Special] = {
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default), _sum),
     **dict.fromkeys(_FILLS, _fill_new),
     **dict.fromkeys(_DYNAMIC, _select_known),
-    **dict.fromkeys(_collectives(), _gathered_alone),
+    **collectives(),
     **dict.fromkeys((aten.index.Tensor, aten.index_put.default, aten.index_put_.default), _index),
     **dict.fromkeys((aten._index_put_impl_.default, aten._unsafe_index_put.default), _index),
     aten.masked_select.default: _select_masked,

@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 
 from memfit.core.files import write_atomically
+from memfit.dryrun.absent_ranks import are_absent, group_shapes
+from memfit.dryrun.collective_values import sending
 from memfit.dryrun.devices import estimates
 from memfit.dryrun.frames import place_in_traceback
 from memfit.dryrun.measured import Measured, measure_devices, save_traces
@@ -78,6 +80,9 @@ def make_result(
         peak_by_phase=history.at_peak("phase"),
         error=None if error is None else _script_error(error),
         devices=tuple(sorted((one.account for one in measured), key=lambda account: account.index)),
+        rank=int(os.environ["RANK"]) if are_absent() else None,
+        world_size=int(os.environ["WORLD_SIZE"]) if are_absent() else 1,
+        groups=group_shapes(frozenset(sending)) if are_absent() else (),
     )
 
 

@@ -50,3 +50,9 @@ def estimates() -> dict[str, int]:
     library = _library()
     names = [] if library is None else json.loads(library.memfit_estimates())
     return {name: library.memfit_estimate_bytes(name.encode()) for name in names}
+
+
+def last_reduction() -> int:
+    """How this thread's last NCCL reduction combines the ranks: 0 sum, 1 product, 2 most, 3 least, 4 mean."""
+    library = _library()
+    return 0 if library is None else int(library.memfit_last_reduction())

@@ -16,8 +16,8 @@ MOST_GPUS = 64
 """The made-up machine has at most so many; the library's own limit."""
 
 NCCL_COMMUNICATOR_BYTES = 600_000_000
-"""What NCCL takes on each GPU for a communicator of several ranks: an estimate, the middle of the 0.5 to 0.7 GB
-that are seen on machines with NVLink. Channels, protocols and the version change it."""
+"""What NCCL takes on each GPU for a communicator of several ranks: an estimate, the middle of the 0.5 to
+0.7 GB that are seen on machines with NVLink. Channels, protocols and the version change it."""
 
 
 def gpu_settings(
@@ -52,8 +52,8 @@ def gpu_settings(
 
 
 def reaches_peers(gpu: GPU) -> bool:
-    """Whether such GPUs read each other's memory: NVIDIA's driver allows it to all but the GeForce cards since
-    the RTX 30 series."""
+    """Whether such GPUs read each other's memory: NVIDIA's driver allows it to all but the GeForce cards
+    since the RTX 30 series."""
     return not ("GeForce" in gpu.name and gpu.compute_capability >= (8, 6))
 
 
@@ -92,7 +92,8 @@ def gpu_environment(
     """`base` (default: this process's environment) with everything that puts a child on the made-up `gpu`.
 
     A CUDA_VISIBLE_DEVICES that hides every GPU is kept; one that picks among this machine's becomes a list of
-    all ``count`` that are made up. PYTORCH_ALLOC_CONF passes through untouched. Raises CannotRunHere when the library cannot be built.
+    all ``count`` that are made up. PYTORCH_ALLOC_CONF passes through untouched. Raises CannotRunHere when
+    the library cannot be built.
     """
     env = dict(os.environ if base is None else base)
     chosen = build_stub() if stub is None else stub

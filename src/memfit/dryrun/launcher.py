@@ -33,6 +33,7 @@ from memfit.dryrun.confidence import with_confidence
 from memfit.dryrun.environment import MOST_GPUS, compiler_caches, gpu_environment
 from memfit.dryrun.repeats import with_other_answers
 from memfit.dryrun.result import DryRunResult
+from memfit.dryrun.world import World
 
 RUN_VARIABLE = "MEMFIT_RUN"
 """Marks every process of a run, so that those which left its session are found at the end."""
@@ -66,6 +67,7 @@ class RunSettings:
 
     Args:
         gpus: how many GPUs the script's machine has.
+        world, rank: the job of several processes that the script's is one of; the others are absent.
         steps: stop after so many optimizer steps; ``"all"``: run to the script's own end.
         trace, snapshot: files to write memfit's trace and PyTorch's snapshot to.
         allow_writes: let the script write its files and reach its loggers and hubs.
@@ -77,6 +79,8 @@ class RunSettings:
     """
 
     gpus: int = 1
+    world: World | None = None
+    rank: int = 0
     steps: int | Literal["all"] = 3
     trace: Path | None = None
     snapshot: Path | None = None
@@ -252,8 +256,12 @@ class Launch:
                     return _ask_to_end(process, control, "timeout")
 
     def _environment(self) -> dict[str, str]:
-        environment = gpu_environment(self._gpu, base=os.environ, count=self._settings.gpus)
+        world = self._settings.world
+        count = self._settings.gpus if world is None else world.per_node
+        environment = gpu_environment(self._gpu, base=os.environ, count=count)
         environment.update(self._command.environment)
+        if world is not None:
+            environment.update(world.environment(self._settings.rank))
         environment[RUN_VARIABLE] = self._run
         environment["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "")
         sources = str(Path(__file__).resolve().parents[2])
@@ -280,7 +288,7 @@ class Launch:
         return {
             "command": self._command.to_json(),
             "gpu": {name: getattr(self._gpu, name) for name in _GPU_FIGURES},
-            "all_gpus_of": settings.gpus,
+            "all_gpus_of": settings.gpus if settings.world is None else 0,
             "steps": None if settings.steps == "all" else settings.steps,
             "result": str(self._result),
             "trace": None if settings.trace is None else str(settings.trace),

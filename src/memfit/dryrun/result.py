@@ -137,9 +137,9 @@ class ScriptError:
 class DryRunResult:
     """The outcome of one dry run. Sizes are whole bytes.
 
-    Where a process uses several GPUs, the figures are those of the fullest one, and ``devices`` has each. Where
-    several ranks of a job were run, they are those of the fullest rank (or of the first that failed), and
-    ``ranks`` has each.
+    Where a process uses several GPUs, the figures are those of the fullest one, and ``devices`` has each.
+    Where several ranks of a job were run, they are those of the fullest rank (or of the first that failed),
+    and ``ranks`` has each.
 
     Args:
         engine: ``"dryrun"`` (PyTorch's real allocator on the made-up GPU) or ``"portable"``.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memfit.dryrun import absent_ranks
 from memfit.dryrun.native_writers import after_import
 
 NoteMissing = Callable[[str], None]
@@ -16,12 +17,15 @@ NoteMissing = Callable[[str], None]
 
 TUNED = "torch.compile with autotuning: the kernels that it measured and chose are arbitrary here"
 NCCL = "NCCL: the buffers of its communicators (0.5 to 0.7 GB each) are not counted"
+NCCL_ESTIMATED = "NCCL: 0.6 GB for each communicator of several ranks, an estimate (0.5 to 0.7 GB are seen)"
 SPAWNED = "processes that the script started itself: only its main process is measured"
 
 
 def install(note: NoteMissing) -> None:
     """Put the stand-ins in place, now or when their modules are imported."""
     _compile(note)
+    if absent_ranks.are_absent():
+        absent_ranks.install(note)
     after_import(
         {
             "torch.distributed.distributed_c10d": functools.partial(_distributed, note),
@@ -50,7 +54,7 @@ def _distributed(note: NoteMissing, module: Any) -> None:
     @functools.wraps(original)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         if backend is None or "nccl" in str(backend):
-            note(NCCL)
+            note(NCCL_ESTIMATED if absent_ranks.are_absent() else NCCL)
         return original(backend, *args, **kwargs)
 
     module.init_process_group = init_process_group
