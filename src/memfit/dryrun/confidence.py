@@ -21,7 +21,8 @@ _LEVELS: tuple[Confidence, ...] = ("exact", "high", "medium", "low")
 Reason = tuple[Confidence, str]
 """The best level that a fact allows, and the fact."""
 
-NO_EFFECT = ("CUDA library calls that did nothing: cuptiActivity", "the beginning of the run in the trace")
+NOT_COMPUTED = "the values of"
+NO_EFFECT = ("the beginning of the run in the trace", NOT_COMPUTED)
 """Notes that say nothing about memory."""
 
 TAKEN_AS_EXPECTED = "sizes that depend on unknown values: taken as expected (see value_reads)"

@@ -11,18 +11,20 @@ from typing import Any
 
 import torch
 
+from memfit.core.units import format_bytes
 from memfit.dryrun import frames
 from memfit.dryrun.assumptions import true_values
-from memfit.dryrun.confidence import TAKEN_AS_EXPECTED
+from memfit.dryrun.confidence import NOT_COMPUTED, TAKEN_AS_EXPECTED
 from memfit.dryrun.devices import unknown_calls
 from memfit.dryrun.history import History, Observations, PhaseChange, Position, read_history
 from memfit.dryrun.interception import intercept
 from memfit.dryrun.labels import Labels, op_name
+from memfit.dryrun.lazy_host import LazyHost
 from memfit.dryrun.owners import Owners
 from memfit.dryrun.questions import Questions
 from memfit.dryrun.recording import MOST_EVENTS, Moment, Recording
 from memfit.dryrun.result import OutOfMemory, ValueRead
-from memfit.dryrun.shadow import device_tensors
+from memfit.dryrun.shadow import MISSING, device_tensors
 from memfit.dryrun.steps import StepCounter
 
 aten = torch.ops.aten
@@ -43,6 +45,7 @@ class Probe:
         steps: end the run after so many optimizer steps; None: never.
         end: ends the run; does not return.
         answers: by place, other answers to give than those that are expected (see `Questions`).
+        real_host_values: compute large tensors of the host at once (see `LazyHost`).
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Probe:
         self.owners = Owners(self.recording.position)
         self.questions = Questions(answers)
         self.values = true_values(self.questions)
+        self.host = None if real_host_values else LazyHost()
         self.steps = StepCounter(steps, before=self._before_step, after=self._after_step, end=end)
         self.labels.on_new_root = self.owners.note_model
         self.unknown: collections.Counter[str] = collections.Counter()
@@ -76,6 +80,8 @@ class Probe:
 
     def start(self) -> None:
         """Watch from now on."""
+        if self.host is not None:
+            self.host.install()
         self.recording.install()
         self.labels.install()
         self.steps.install()
@@ -87,7 +93,9 @@ class Probe:
         """One operation, with its label, its shadows and its shortage of memory."""
         self.labels.stamp(func)
         try:
-            out = self.values.call(func, args, kwargs)
+            out = MISSING if self.host is None else self.host.call(func, args, kwargs)
+            if out is MISSING:
+                out = self.values.call(func, args, kwargs)
         except torch.OutOfMemoryError as error:
             self.note_out_of_memory(error, func)
             raise
@@ -156,6 +164,9 @@ class Probe:
                 )
         if any(read.kind in ("size", "routing") for read in self.value_reads()):
             notes.append(TAKEN_AS_EXPECTED)
+        if self.host is not None and self.host.count:
+            which = f"{self.host.count} tensors of the host ({format_bytes(self.host.size_bytes)})"
+            notes.append(f"{NOT_COMPUTED} {which}: nothing looked at them (--real-host-values computes them)")
         calls = unknown_calls()
         if calls:
             notes.append(f"CUDA library calls that did nothing: {', '.join(calls)}")
