@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memfit.dryrun import DryRunResult, dry_run
     from memfit.formats import read_trace
     from memfit.manager import GPUMemoryManager
+    from memfit.monitor import AlertRule, Watcher, watch
     from memfit.planning import FitResult, Plan, plan
     from memfit.pools import DynamicAllocation, IdleCacheRelease, MemoryAllocator, MemoryPool, collect
     from memfit.profiling.notebook import load_ipython_extension
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GPU",
+    "AlertRule",
     "AllocatorSettings",
     "BaseAllocator",
     "CannotRunHere",
@@ -74,6 +76,7 @@ __all__ = [
     "Trace",
     "TraceBuilder",
     "UsageError",
+    "Watcher",
     "Workload",
     "WorkloadFailed",
     "capture_step",
@@ -87,6 +90,7 @@ __all__ = [
     "read_trace",
     "replay",
     "undo",
+    "watch",
 ]
 
 _HOME = {
@@ -113,6 +117,7 @@ _HOME = {
     "memfit.dryrun": ("DryRunResult", "dry_run"),
     "memfit.formats": ("read_trace",),
     "memfit.manager": ("GPUMemoryManager",),
+    "memfit.monitor": ("AlertRule", "Watcher", "watch"),
     "memfit.planning": ("FitResult", "Plan", "plan"),
     "memfit.pools": ("DynamicAllocation", "IdleCacheRelease", "MemoryAllocator", "MemoryPool", "collect"),
     "memfit.techniques": (
