@@ -230,6 +230,9 @@ def with_simulated_savings(found: Sequence[Found], chain: Chain) -> list[Found]:
         step = steps.pop(0)
         first, *others = one.finding.advice
         saving = step.saving_bytes if step.exposed else step.alone_bytes
-        advice = (replace(first, saving_bytes=saving), *others)
+        # Other ways to the same effect were estimated alike.
+        same = first.saving_bytes
+        alike = [replace(one, saving_bytes=saving) if one.saving_bytes == same else one for one in others]
+        advice = (replace(first, saving_bytes=saving), *(alike if same else others))
         result.append(replace(one, finding=replace(one.finding, advice=advice)))
     return result

@@ -36,6 +36,10 @@ COMMANDS: Mapping[str, Command] = {
         "memfit.cli.replay:replay",
         "Replay a snapshot, profiler trace or log through PyTorch's allocator, and find the best setting.",
     ),
+    "explain": Command(
+        "memfit.cli.explain:explain",
+        "Say why a program ran out of memory, from its error, log or snapshot, and what to type.",
+    ),
     "profile": Command(
         "memfit.cli.profile:profile",
         "Run a training script under the memory profiler and save what its memory is used for.",
@@ -44,6 +48,12 @@ COMMANDS: Mapping[str, Command] = {
     "monitor": Command(
         "memfit.cli.monitor:monitor", "Watch GPUs, their processes and PyTorch's allocators in the terminal."
     ),
+    "diagnose": Command(
+        "memfit.cli.diagnose:diagnose", "Say what is wrong with a job's memory, and what each change would save."
+    ),
+    "diff": Command("memfit.cli.diff:diff", "Say why one run needs more memory than another; a gate for CI."),
+    "check": Command("memfit.cli.check:check", "Check that a run keeps a limit of GPU memory; a gate for CI."),
+    "rules": Command("memfit.cli.diagnose:rules", "List the rules of memfit diagnose."),
     "gpus": Command("memfit.cli.gpus:gpus", "List the GPUs that memfit knows by name."),
     "doctor": Command("memfit.cli.doctor:doctor", "Say what this machine can do, and how to get the rest."),
 }
