@@ -218,6 +218,10 @@ class MixedPrecisionTraining(Technique):
         scale = self._run().scale
         return ((0, 1.0),) if scale is None else tuple(scale.history)
 
+    def forget_gradients(self) -> None:
+        """The gradients of now do not count: the step that they were for runs again from its start."""
+        self._run().forget_gradients()
+
     def state_dict(self) -> dict[str, Any]:
         """The loss scale for a checkpoint; empty for bf16."""
         scale = self._run().scale

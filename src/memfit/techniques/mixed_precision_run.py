@@ -209,6 +209,11 @@ class MixedPrecisionRun:
             f"mixed_precision is not applied to this {type(optimizer).__name__}: mp.apply(model, optimizer)"
         )
 
+    def forget_gradients(self) -> None:
+        """Starts every optimizer's step anew."""
+        for member in self._living():
+            member.done()
+
     def optimizers(self) -> list[Optimizer]:
         """The optimizers whose steps are in order now."""
         return [o for member in self._members if (o := member.optimizer()) is not None]
