@@ -88,12 +88,14 @@ def test_steps_are_a_number_or_all() -> None:
 
 @pytest.mark.dryrun
 def test_json_is_one_object_on_stdout_and_the_rest_is_on_stderr(tmp_path: Path) -> None:
-    done = dryrun("--gpu", "a100-80gb", "--json", "--", str(SCRIPTS / "train.py"), "--save", folder=tmp_path)
+    words = ("--gpu", "a100-80gb", "--json", "--repeats", "1")
+    done = dryrun(*words, "--", str(SCRIPTS / "train.py"), "--save", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout)
     assert (value["schema_version"], value["engine"], value["gpu"]) == (1, "dryrun", "a100-80gb")
     assert value["fits"] is True and value["oom"] is None and value["exit_code"] == 0
     assert [read["line"] for read in value["value_reads"]] and value["steps_done"] == 3
+    assert value["interval"]["repeats"] == 1 and value["confidence"] == "medium"
     assert "step 0 loss" in done.stderr and "memfit" not in done.stderr
     assert list(tmp_path.iterdir()) == []
     scratch = Path(value["scratch_folder"])

@@ -27,7 +27,9 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path: Path) ->
 @pytest.mark.dryrun
 def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = memfit.dry_run(f"{SCRIPTS / 'train.py'} --width 512", gpu="a100-80gb", steps=2, output="stderr")
+    result = memfit.dry_run(
+        f"{SCRIPTS / 'train.py'} --width 512", gpu="a100-80gb", steps=2, output="stderr", repeats=0
+    )
     assert (result.steps_done, result.fits, result.gpu) == (2, True, "a100-80gb")
 
 

@@ -2,7 +2,7 @@
 
 | level | when |
 |---|---|
-| ``exact`` | nothing was left to a rule, and no value that is not known can steer the script |
+| ``exact`` | nothing was left to a rule, and no value that is not known steers the script |
 | ``high`` | what is not known changes the reserved peak by less than 1 %, as far as it was tried |
 | ``medium`` | by less than 10 %; or workspaces of cuDNN, buffers of NCCL, or answers that were not tried |
 | ``low`` | by more; or the run did not come to its end; or calls to the GPU's libraries did nothing |
@@ -66,6 +66,8 @@ def _interval(result: DryRunResult) -> Iterator[Reason]:
             yield "medium", f"{len(steering)} places read values that are not known and steer the script"
         return
     width = interval.reserved.high_bytes - interval.reserved.low_bytes
+    if steering:
+        yield "high", f"{len(steering)} places read values that are not known and steer the script"
     if width:
         yield _by_share(width, result), f"other answers change the reserved peak by {format_bytes(width)}"
     if interval.may_run_out and result.oom is None:

@@ -98,7 +98,7 @@ def _try(read: ValueRead, answer: str, first: DryRunResult, run_again: RunAgain)
         why = f"the script ends with it ({kind})"
     elif result.ended in ("interrupted", "timeout"):
         why = "the run with it did not end in time"
-    elif result.steps_done < first.steps_done and result.oom is None:
+    elif result.steps_done < first.steps_done and result.oom is None and read.kind != "overflow":
         why = f"the script ends earlier with it, after {result.steps_done} of {first.steps_done} steps"
     return Trial(site=read.site, answer=answer, result=result, why=why)
 

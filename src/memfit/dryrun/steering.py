@@ -165,11 +165,12 @@ def _called(call: ast.Call) -> str:
 
 
 def _names(nodes: Sequence[ast.AST]) -> set[str]:
+    """The names and attributes that are looked at in ``nodes``."""
     found: set[str] = set()
     for node in _walk(nodes):
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             found.add(node.id)
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             found.add(f".{node.attr}")
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -146,10 +146,13 @@ def _seconds(interval: Interval) -> str:
 def _notes(result: DryRunResult) -> Iterable[str]:
     if result.value_reads:
         yield "\nValues that the script read from the device are not real here; it was told:"
-        for read in sorted(result.value_reads, key=lambda read: -read.count)[:MOST_READS]:
-            yield f"  {_read(read)}"
-        if len(result.value_reads) > MOST_READS:
-            yield f"  … and {len(result.value_reads) - MOST_READS} more places (--json lists all)"
+        places: dict[object, list[ValueRead]] = {}
+        for read in sorted(result.value_reads, key=lambda read: -read.count):
+            places.setdefault(read.site or read, []).append(read)
+        for reads in list(places.values())[:MOST_READS]:
+            yield f"  {_read(reads)}"
+        if len(places) > MOST_READS:
+            yield f"  … and {len(places) - MOST_READS} more places (--json lists all)"
     if result.not_modelled:
         yield "\nNot modelled:"
         yield from (f"  {note}" for note in result.not_modelled)
@@ -160,9 +163,12 @@ def _notes(result: DryRunResult) -> Iterable[str]:
         yield f"\nThe script's files were kept away from your own, in {result.scratch_folder}"
 
 
-def _read(read: ValueRead) -> str:
-    times = "" if read.count == 1 else f", {read.count} times"
-    text = f"{_place(read.file, read.line, read.function)}: {read.answer} ({read.op}{times})"
+def _read(reads: Sequence[ValueRead]) -> str:
+    """One place, with what it was told."""
+    read, count = reads[0], sum(read.count for read in reads)
+    times = "" if count == 1 else f", {count} times"
+    answers = ", ".join(read.answer for read in reads)
+    text = f"{_place(read.file, read.line, read.function)}: {answers} ({read.op}{times})"
     if read.peak_change_bytes is not None:
         sign = "-" if read.peak_change_bytes < 0 else "+"
         change = (
