@@ -54,6 +54,11 @@ COMMANDS: Mapping[str, Command] = {
     "diff": Command("memfit.cli.diff:diff", "Say why one run needs more memory than another; a gate for CI."),
     "check": Command("memfit.cli.check:check", "Check that a run keeps a limit of GPU memory; a gate for CI."),
     "rules": Command("memfit.cli.diagnose:rules", "List the rules of memfit diagnose."),
+    "export": Command("memfit.cli.export:export", "Serve what the monitor sees for Prometheus to scrape."),
+    "analyze": Command(
+        "memfit.cli.analyze:analyze",
+        "Say where memory and time go, what limits the step, and what would help.",
+    ),
     "gpus": Command("memfit.cli.gpus:gpus", "List the GPUs that memfit knows by name."),
     "doctor": Command("memfit.cli.doctor:doctor", "Say what this machine can do, and how to get the rest."),
 }
