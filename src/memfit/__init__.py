@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memfit.allocators import BaseAllocator
     from memfit.allocators.lab import Replay, replay
+    from memfit.analysis.explanations import Explanation, explain
     from memfit.capture import capture_step
     from memfit.capture.graph import StepGraph
     from memfit.core.devices import GPU, find_gpu
@@ -64,6 +65,7 @@ __all__ = [
     "ChunkedCrossEntropy",
     "DryRunResult",
     "DynamicAllocation",
+    "Explanation",
     "FitResult",
     "GPUMemoryManager",
     "GradientCheckpointing",
@@ -96,6 +98,7 @@ __all__ = [
     "capture_step",
     "collect",
     "dry_run",
+    "explain",
     "find_batch_size",
     "find_gpu",
     "format_bytes",
@@ -115,6 +118,7 @@ _HOME = {
     "memfit.profiling.profiler": ("MemoryProfiler",),
     "memfit.allocators": ("BaseAllocator",),
     "memfit.allocators.lab": ("Replay", "replay"),
+    "memfit.analysis.explanations": ("Explanation", "explain"),
     "memfit.capture": ("capture_step",),
     "memfit.capture.graph": ("StepGraph",),
     "memfit.core.devices": ("GPU", "find_gpu"),
