@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memfit.techniques import mixed_precision_of
+
 
 @dataclass(frozen=True)
 class Case:
@@ -312,7 +314,8 @@ def train(
     losses, gradients = [], {}
     for _ in range(steps):
         loss = case.loss(model, cast(case.batch(), dtype))
-        loss.backward()
+        precision = mixed_precision_of(model)
+        (loss if precision is None else precision.scale_loss(loss)).backward()
         losses.append(loss.detach())
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
@@ -348,6 +351,6 @@ def assert_close(plain: Trained, changed: Trained, tolerance: float) -> None:
     for a, b in zip(plain.losses, changed.losses, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     assert plain.gradients.keys() == changed.gradients.keys()
-    scale = max(float(gradient.abs().max()) for gradient in plain.gradients.values())
+    scale = max((float(gradient.abs().max()) for gradient in plain.gradients.values()), default=1.0)
     for name, gradient in plain.gradients.items():
         assert float((gradient - changed.gradients[name]).abs().max()) <= tolerance * scale, name

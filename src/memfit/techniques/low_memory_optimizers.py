@@ -109,8 +109,10 @@ class LowMemoryOptimizer(Technique):
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
         from memfit.techniques import low_memory_optimizers_states as states
+        from memfit.techniques.combinations import refuse_combination
 
         refuse_second(model, LowMemoryOptimizer)
+        refuse_combination(model, self)
         if optimizer is None:
             raise UsageError(f"{self.name} changes the optimizer: apply(model, optimizer)")
         kind = self._class_for(optimizer)

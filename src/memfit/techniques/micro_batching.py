@@ -53,7 +53,10 @@ class MicroBatching(Technique):
         return saving_of(graph, cut_into(graph, self.micro_batches))
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
+        from memfit.techniques.combinations import refuse_combination
+
         refuse_second(model, MicroBatching)
+        refuse_combination(model, self)
         return lambda: None
 
     def split(

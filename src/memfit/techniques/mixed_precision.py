@@ -135,9 +135,11 @@ class MixedPrecisionTraining(Technique):
         return replace(self, precision=precision, keep_fp32=(*self.keep_fp32, *kept))
 
     def change(self, model: nn.Module, optimizer: Any) -> Undo:
+        from memfit.techniques.combinations import refuse_combination
         from memfit.techniques.mixed_precision_policy import kept_modules
 
         refuse_second(model, MixedPrecisionTraining)
+        refuse_combination(model, self)
         optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         optimizers = [each for each in optimizers if each is not None]
         device = device_type(model)
@@ -266,9 +268,12 @@ class MixedPrecisionTraining(Technique):
     def _lowered(
         self, model: nn.Module, optimizers: Sequence[Optimizer], kept: Mapping[str, nn.Module]
     ) -> BFloat16Weights:
+        from torch.nn.modules.batchnorm import _NormBase
+
         from memfit.techniques.bf16_weights import BFloat16Weights
 
-        keep = [p for module in kept.values() for p in module.parameters()]
+        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+        keep = [p for module in (*kept.values(), *norms) for p in module.parameters()]
         return BFloat16Weights(model, optimizers, keep, self.rounding, self.moments)
 
 
@@ -342,10 +347,4 @@ def _refuse_unfit(mp: MixedPrecisionTraining, model: nn.Module, optimizers: Sequ
         raise UsageError(
             f"{mp.name}: weights='bf16' changes the type of weights whose gradients DistributedDataParallel "
             "has laid out already; apply it before wrapping the model"
-        )
-    in_backward = [t for t in applied_techniques(model) if t.name == "optimizer_in_backward"]
-    if in_backward and (low == "fp16" or mp.max_grad_norm is not None):
-        raise UsageError(
-            f"{mp.name}: optimizer_in_backward steps before gradients can be unscaled or clipped; use bf16 "
-            "without max_grad_norm, or memfit.undo(model) first"
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from memfit.core.errors import UsageError
 from memfit.core.exactness import Exactness
 from memfit.core.units import format_bytes
-from memfit.techniques.base import Technique, Undo, applied_techniques, refuse_second
+from memfit.techniques.base import Technique, Undo, refuse_second
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,20 +57,14 @@ class OffloadedOptimizerState(Technique):
         return saving_of(graph, kept, note=note)
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
+        from memfit.techniques.combinations import refuse_combination
         from memfit.techniques.optimizer_step import refuse_whole_step_optimizers, replace_step
 
         refuse_second(model, OffloadedOptimizerState)
+        refuse_combination(model, self)
         if optimizer is None:
             raise UsageError(f"{self.name} changes the optimizer: apply(model, optimizer)")
         refuse_whole_step_optimizers(optimizer, self.name)
-        for technique in applied_techniques(model):
-            if technique.name in ("low_memory_optimizer", "optimizer_in_backward") or (
-                getattr(technique, "weights", "") == "bf16"
-            ):
-                raise UsageError(
-                    f"{self.name}: {technique.name} keeps state of its own kind on the device; "
-                    "memfit.undo(model) first"
-                )
         host = _Host(optimizer)
         step_back = replace_step(optimizer, host.step)
         reload = optimizer.register_load_state_dict_post_hook(host.fetch_state)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from memfit.core.errors import UsageError
 from memfit.core.exactness import Exactness
-from memfit.techniques.base import Technique, Undo, applied_techniques, bare_model, refuse_second
+from memfit.techniques.base import Technique, Undo, bare_model, refuse_second
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,9 +58,11 @@ class OptimizerInBackward(Technique):
         return replace(saving, note="clipping by norm and gradient accumulation are not possible with it")
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
+        from memfit.techniques.combinations import refuse_combination
         from memfit.techniques.optimizer_step import parameters_of, replace_step
 
         refuse_second(model, OptimizerInBackward)
+        refuse_combination(model, self)
         if optimizer is None:
             raise UsageError(f"{self.name} changes the optimizer: apply(model, optimizer)")
         _refuse_unfit(model, optimizer)
@@ -145,24 +147,6 @@ def _refuse_unfit(model: nn.Module, optimizer: Optimizer) -> None:
             "optimizer_in_backward steps before DistributedDataParallel has added up the gradients of all "
             "ranks; use FSDP (fully_shard), which adds them first"
         )
-    for technique in applied_techniques(model):
-        scaled = getattr(technique, "scales_losses", False)
-        clipped = getattr(technique, "max_grad_norm", None) is not None
-        if technique.name == "mixed_precision" and (scaled or clipped):
-            raise UsageError(
-                "optimizer_in_backward steps before gradients can be unscaled or clipped; use "
-                "MixedPrecisionTraining(precision='bf16') without max_grad_norm"
-            )
-        if technique.name == "mixed_precision" and getattr(technique, "weights", "") == "bf16":
-            raise UsageError(
-                "optimizer_in_backward runs the optimizer's own step, which would round small updates of "
-                "bf16 weights away; take weights='bf16' back first"
-            )
-        if technique.name == "micro_batching" and getattr(technique, "micro_batches", 1) > 1:
-            raise UsageError(
-                "optimizer_in_backward cannot add up the gradients of micro-batches; take micro_batching "
-                "back first"
-            )
     if any(parameter.grad is not None for parameter in bare_model(model).parameters()):
         raise UsageError("optimizer_in_backward: there are gradients already; optimizer.zero_grad() first")
 
