@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,20 @@ def test_writes_can_be_allowed(preloaded: Preloaded, project: Path) -> None:
     outcome = preloaded.run("train.py", "--save", folder=project, allow_writes=True)
     assert outcome.result.scratch_folder is None
     assert (project / "best.pt").read_bytes() != old
+
+
+def test_other_programs_leave_the_users_files(preloaded: Preloaded, project: Path) -> None:
+    """cp, mv, rm, sed and git are guarded as the script is, and so are C libraries in the script."""
+    if shutil.which("git"):
+        for words in (["init", "-q"], ["add", "log.txt"]):
+            subprocess.run(["git", *words], cwd=project, check=True)
+    before = state(project)
+    outcome = preloaded.run("other_programs.py", folder=project)
+    assert outcome.stdout == "all done\n", outcome.stderr
+    assert state(project) == before
+    written = {os.path.relpath(path, project) for path in outcome.written}
+    assert {"best.pt", "moved.pt", "new/deep/new.pt", "log.txt", "archive.tar"} <= written
+    assert any(note.startswith("kept: ") for note in outcome.result.not_modelled)
 
 
 def test_workers_and_subprocesses(preloaded: Preloaded, tmp_path: Path) -> None:

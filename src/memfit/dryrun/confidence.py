@@ -22,7 +22,8 @@ Reason = tuple[Confidence, str]
 """The best level that a fact allows, and the fact."""
 
 NOT_COMPUTED = "the values of"
-NO_EFFECT = ("the beginning of the run in the trace", NOT_COMPUTED)
+KEPT = "kept:"
+NO_EFFECT = ("the beginning of the run in the trace", NOT_COMPUTED, KEPT)
 """Notes that say nothing about memory."""
 
 TAKEN_AS_EXPECTED = "sizes that depend on unknown values: taken as expected (see value_reads)"

@@ -29,7 +29,7 @@ from memfit.core.devices import GPU
 from memfit.core.errors import ToolFailure, UsageError
 from memfit.dryrun.build import build_stub
 from memfit.dryrun.command import ScriptCommand, parse_command
-from memfit.dryrun.confidence import with_confidence
+from memfit.dryrun.confidence import KEPT, with_confidence
 from memfit.dryrun.environment import MOST_GPUS, compiler_caches, gpu_environment
 from memfit.dryrun.repeats import with_other_answers
 from memfit.dryrun.result import DryRunResult
@@ -271,6 +271,7 @@ class Launch:
             temporary = str(self._folders.private / "tmp")
             environment |= {
                 "TMPDIR": temporary,
+                "MEMFIT_WRITES_NOTES": str(self._folders.private / "kept.txt"),
                 "MPLCONFIGDIR": os.path.join(temporary, "matplotlib"),
                 **_OFFLINE,
             }
@@ -305,6 +306,11 @@ class Launch:
         if not self._result.exists():
             raise ToolFailure(_how_it_died(code))
         result = DryRunResult.from_json(json.loads(self._result.read_text(encoding="utf-8")))
+        kept = self._folders.private / "kept.txt"
+        if kept.exists():
+            count = len(set(kept.read_text(encoding="utf-8", errors="replace").splitlines()))
+            note = f"{KEPT} {count} files that programs of the script removed or moved are still there"
+            result = replace(result, not_modelled=(*result.not_modelled, note))
         used = str(self._folders.scratch) if _has_files(self._folders.scratch) else None
         return replace(result, wall_seconds=wall_seconds, scratch_folder=used)
 

@@ -34,9 +34,18 @@ _INHERITED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inherited
 
 
 class _Busy(threading.local):
-    """Whether this thread is inside the guard: its own file operations are real."""
+    """Whether this thread is inside the guard: its own file operations are real, also past Python."""
 
-    on = False
+    _on = False
+
+    @property
+    def on(self) -> bool:
+        return self._on
+
+    @on.setter
+    def on(self, value: bool) -> None:
+        self._on = value
+        _set_real_files(int(value))
 
 
 _busy = _Busy()
@@ -84,12 +93,10 @@ def _set_real_files(on: int) -> None:
 def real_files() -> Iterator[None]:
     """File operations of this thread are real inside: for memfit's own files."""
     before, _busy.on = _busy.on, True
-    _set_real_files(1)
     try:
         yield
     finally:
         _busy.on = before
-        _set_real_files(int(before))
 
 
 class OverlayEntry:
