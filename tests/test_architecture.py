@@ -30,6 +30,7 @@ FLOORS: dict[str, int] = {
     "config": 7,
     "manager": 8,
     "dashboard": 8,
+    "testing": 8,
     "cli": 9,
     "pytest_plugin": 9,
     "__init__": 10,
@@ -54,6 +55,7 @@ TORCH_FREE_AT_IMPORT = ("dryrun", "planning", "analysis", "monitor", "pytest_plu
 """Parts whose modules import torch inside functions only, but for `CHILD_MODULES`."""
 
 CHILD_MODULES = {
+    "memfit.analysis.trials",
     "memfit.dryrun.absent_ranks",
     "memfit.dryrun.assumptions",
     "memfit.dryrun.child",

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memfit.allocators import BaseAllocator
     from memfit.allocators.lab import Replay, replay
+    from memfit.analysis.bottleneck import BottleneckDetector
     from memfit.analysis.explanations import Explanation, explain
+    from memfit.analysis.memory import MemoryAnalyzer
+    from memfit.analysis.performance import PerformanceAnalyzer
+    from memfit.analysis.recommend import OptimizationRecommender
     from memfit.capture import capture_step
     from memfit.capture.graph import StepGraph
     from memfit.core.devices import GPU, find_gpu
@@ -61,6 +65,7 @@ __all__ = [
     "AlertRule",
     "AllocatorSettings",
     "BaseAllocator",
+    "BottleneckDetector",
     "CannotRunHere",
     "ChunkedCrossEntropy",
     "DryRunResult",
@@ -75,13 +80,16 @@ __all__ = [
     "LowMemoryOptimizer",
     "MemfitError",
     "MemoryAllocator",
+    "MemoryAnalyzer",
     "MemoryPool",
     "MemoryProfiler",
     "MicroBatching",
     "MixedPrecisionTraining",
     "OffloadedOptimizerState",
+    "OptimizationRecommender",
     "OptimizerImplementation",
     "OptimizerInBackward",
+    "PerformanceAnalyzer",
     "Plan",
     "QLoRA",
     "Recording",
@@ -114,11 +122,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "memfit.profiling.notebook": ("load_ipython_extension",),
-    "memfit.profiling.profiler": ("MemoryProfiler",),
     "memfit.allocators": ("BaseAllocator",),
     "memfit.allocators.lab": ("Replay", "replay"),
+    "memfit.analysis.bottleneck": ("BottleneckDetector",),
     "memfit.analysis.explanations": ("Explanation", "explain"),
+    "memfit.analysis.memory": ("MemoryAnalyzer",),
+    "memfit.analysis.performance": ("PerformanceAnalyzer",),
+    "memfit.analysis.recommend": ("OptimizationRecommender",),
     "memfit.capture": ("capture_step",),
     "memfit.capture.graph": ("StepGraph",),
     "memfit.core.devices": ("GPU", "find_gpu"),
@@ -141,6 +151,8 @@ _HOME = {
     "memfit.monitor": ("AlertRule", "Watcher", "watch"),
     "memfit.planning": ("FitResult", "Plan", "plan"),
     "memfit.pools": ("DynamicAllocation", "IdleCacheRelease", "MemoryAllocator", "MemoryPool", "collect"),
+    "memfit.profiling.notebook": ("load_ipython_extension",),
+    "memfit.profiling.profiler": ("MemoryProfiler",),
     "memfit.techniques": (
         "AllocatorSettings",
         "ChunkedCrossEntropy",

@@ -11,6 +11,7 @@ _NOT_THE_USERS = (
     "\\site-packages\\",
     "<frozen ",
     "/memfit/dryrun/",
+    "/memfit/profiling/",
     "/torch/",
     "\\torch\\",
 )

@@ -148,6 +148,10 @@ class StepOracle:
         """See `Oracle`."""
         return Peaks(**self.session.call("evaluate", techniques=list(techniques)))
 
+    def call(self, function: str, **arguments: Any) -> Any:
+        """Runs ``"package.module:function"`` in a process of its own; it gets the workload and the device."""
+        return self._runner.call(function, **self._arguments, **arguments)
+
     def final(self, techniques: Sequence[Settings], *, trace: str | None = None) -> Final:
         """See `Oracle`."""
         path = None if trace is None else str(self._folder / f"{trace}.memfit-trace")

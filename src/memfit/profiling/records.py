@@ -73,9 +73,13 @@ def sums(blocks: Iterable[Block], label: str) -> dict[str, int]:
 
 
 def to_trace(steps: Sequence[StepEvents], meta: Mapping[str, object]) -> Trace:
-    """Several steps as one trace; what happened between them is taken from who is live at their edges."""
+    """Several steps as one trace; what happened between them is taken from who is live at their edges.
+
+    Its meta says in ``step_ends`` the first event after each step.
+    """
     builder = TraceBuilder(meta=meta)
     live: dict[int, Block] = {}
+    ends: list[int] = []
     for step in steps:
         _catch_up(builder, live, {block.number: block for block in step.initial})
         for entry in step.events:
@@ -85,6 +89,8 @@ def to_trace(steps: Sequence[StepEvents], meta: Mapping[str, object]) -> Trace:
                 _alloc(builder, block, entry[1])
             elif live.pop(block.number, None) is not None:
                 builder.free(block.number, category=block.category, phase=entry[1], op=entry[2])
+        ends.append(len(builder))
+    builder.meta["step_ends"] = ends
     return builder.build()
 
 
