@@ -65,14 +65,14 @@ class MixedPrecisionTraining(Technique):
         >>> import torch
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> mp = MixedPrecisionTraining(precision="fp16")
+        >>> mp = MixedPrecisionTraining(precision="fp16", initial_scale=1024.0)
         >>> model, optimizer = mp.apply(model, optimizer)
         >>> with mp.autocast():
-        ...     loss = model(torch.ones(2, 4)).square().mean()
+        ...     loss = torch.nn.functional.mse_loss(model(torch.ones(2, 4)), torch.ones(2, 1))
         >>> mp.scale_loss(loss).backward()
         >>> optimizer.step()
         >>> mp.scale, mp.skipped_steps
-        (65536.0, 0)
+        (1024.0, 0)
     """
 
     name: ClassVar[str] = "mixed_precision"
