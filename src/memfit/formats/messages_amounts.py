@@ -18,8 +18,8 @@ AMOUNT = rf"({NUMBER}\s?{UNIT})"
 UNKNOWN_FROM_BYTES = 1 << 62
 """What is this large is no size: a driver's "not available" or a negative number, printed unsigned."""
 
-_PARTS = re.compile(rf"\s*(?P<number>{NUMBER})\s?(?P<unit>{UNIT})\s*", re.IGNORECASE)
-_GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3})+")
+_PARTS = re.compile(rf"\s{{0,4}}(?P<number>{NUMBER})\s?(?P<unit>{UNIT})\s{{0,4}}", re.IGNORECASE)
+_GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3}){1,6}")
 _POWERS: Mapping[str, int] = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
 
 

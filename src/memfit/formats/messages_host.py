@@ -18,7 +18,7 @@ _FILE = re.compile(r"(?:file|object)\s{0,2}<?(/[^\s>]{1,120})>?")
 _BYTES = re.compile(r"unable to mmap (\d{1,18}) bytes")
 _PATH = re.compile(r"No space left on device:?\s{0,2}[:']{0,3}\s{0,2}'?(/[^'\s]{1,200})?")
 _KILLED_LINE = re.compile(
-    r"(?:^|\s)Killed(?:\s{2,}\S.{0,200}|\s*\(core dumped\))?$"
+    r"(?:^|\s)Killed(?:\s{2,}\S.{0,200}|\s{0,4}\(core dumped\))?$"
     r"|:\s{0,4}\d{1,6}\s{1,4}Killed\s{1,40}\S|^zsh: killed\b"
 )
 _EXIT = re.compile(

@@ -239,6 +239,9 @@ def _unknown_of(row: Mapping[str, str], name: str, key: str) -> dict[str, str]:
     return {} if reason is None else {name: reason}
 
 
+_PRODUCT = re.compile(r"(?:NVIDIA|GeForce|Tesla|Quadro|GRID)\b.{1,80}")
+
+
 def _headless(rows: Sequence[Sequence[str]]) -> Reading | None:
     """Without a header only a refusal or an amount tells that this is nvidia-smi's."""
     if len(rows) > 64 or any(len(row) > 24 for row in rows):
@@ -250,13 +253,15 @@ def _headless(rows: Sequence[Sequence[str]]) -> Reading | None:
             reason for cell, _, reason in values if reason and cell.startswith("[") and reason != "not given"
         ]
         amounts = [size for cell, size, _ in values if size is not None and re.search(r"\d MiB$", cell)]
-        if not refused and not amounts:
+        named = next((cell for cell in row if _PRODUCT.match(cell)), "")
+        if not refused and not amounts and not (named and len(row) > 1):
             return None
         if len(row) == 1 and amounts:  # one column: which one is not said
             devices.append(Device(index=str(place), unknown={"memory": "the column has no name"}))
         else:
-            reason = refused[0] if refused else "the columns have no names"
-            devices.append(Device(index=str(place), unknown={"memory": reason}))
+            numbers = any(re.fullmatch(r"\d{1,9}(?: MiB)?", cell) for cell in row)
+            reason = refused[0] if refused and not numbers else "the columns have no names"
+            devices.append(Device(index=str(place), name=named, unknown={"memory": reason}))
     return Reading(devices=tuple(devices))
 
 

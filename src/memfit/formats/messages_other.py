@@ -153,6 +153,9 @@ _PLAIN: tuple[tuple[str, str], ...] = (
     ("attempting to unscale fp16 gradients", "unscale-fp16"),
     ("trying to backward through the graph a second time", "backward-twice"),
     ("expandable_segments not supported on this platform", "expandable-unsupported"),
+    ("communicate with the nvidia driver", "driver-unreachable"),
+    ("failed to initialize nvml", "driver-unreachable"),
+    ("driver/library version mismatch", "driver-unreachable"),
     ("recursionerror", "recursion"),
     ("stack overflow", "recursion"),
 )  # fmt: skip

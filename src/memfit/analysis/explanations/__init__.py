@@ -118,7 +118,8 @@ def explain(*sources: Source) -> Explanation:
         others += explain_machine(clues)
     others += explain_strings(clues) + (explain_configured(clues) if not clues.strings else [])
     pairs += [(finding, None) for finding in others]
-    pairs.sort(key=lambda pair: (-SEVERITIES.index(pair[0].severity), pair[0].verdict == "unknown"))
+    if not clues.strings:  # those stay in the order in which they were given
+        pairs.sort(key=lambda pair: (-SEVERITIES.index(pair[0].severity), pair[0].verdict == "unknown"))
     if not pairs:
         pairs = [(_nothing_known(clues), None)]
     return Explanation(

@@ -13,9 +13,10 @@ from memfit.analysis.explanations.wording import numbers, process_list, where_of
 from memfit.analysis.findings import Advice, Confidence, Finding
 from memfit.core.units import MIB, format_bytes
 from memfit.formats.messages import Message
-from memfit.formats.messages_devices import Process
+from memfit.formats.messages_devices import Device, Process
 
 NEARLY_FULL = 0.9
+LEAST_HIDDEN_BYTES = 512 * MIB
 
 
 def explain_bare(message: Message, clues: Clues) -> Finding:
@@ -85,34 +86,44 @@ def _strays(message: Message, stray: dict[str, list[Process]]) -> Finding:
 
 def _held(message: Message, clues: Clues) -> Finding | None:
     """A full GPU beside a bare message."""
-    device = clues.device(message.words.get("gpu"))
-    if device is None or not device.total_bytes or device.used_bytes is None:
+    named = message.words.get("gpu")
+    full = [device for device in clues.devices if _is_full(device) and named in (None, device.index)]
+    if not full:
         return None
-    if device.used_bytes < NEARLY_FULL * device.total_bytes:
-        return None
+    device = full[0]
+    used, total = device.used_bytes or 0, device.total_bytes or 0
     own = [process for process in clues.processes if process.gpu in (device.index, "")]
     several = len(own) > 1
+    hidden = used - sum(process.used_bytes or 0 for process in own)
     return Finding(
         rule="cuda_error",
         verdict="other_process" if several else "device_full",
         severity="error",
         confidence="medium",
-        summary=f"GPU {device.index} is full: {format_bytes(device.used_bytes)} of "
-        f"{format_bytes(device.total_bytes)}",
+        summary=f"GPU {device.index} is full: {format_bytes(used)} of {format_bytes(total)}",
         evidence=(
-            f"nvidia-smi shows {format_bytes(device.used_bytes)} of {format_bytes(device.total_bytes)} in "
-            f"use",
+            f"nvidia-smi shows {format_bytes(used)} of {format_bytes(total)} in use on GPU {device.index}",
             *([f"processes there: {process_list(own)}"] if own else []),
+            *(
+                [f"{format_bytes(hidden)} is held by processes that it does not list (of the host)"]
+                if hidden > LEAST_HIDDEN_BYTES
+                else []
+            ),
             f"the error itself ({message.form}) has no sizes",
         ),
-        bytes=device.used_bytes,
+        bytes=used,
         where=where_of(message),
         advice=(
-            *((remedies.free_processes(tuple(p.pid for p in own if p.pid), None),) if several else ()),
+            *((remedies.free_processes(tuple(p.pid for p in own if p.pid), None),) if own else ()),
+            remedies.another_gpu(),
             remedies.snapshot(),
             remedies.dry_run(),
         ),
     )
+
+
+def _is_full(device: Device) -> bool:
+    return bool(device.total_bytes) and (device.used_bytes or 0) >= NEARLY_FULL * (device.total_bytes or 0)
 
 
 def _unknown(message: Message, clues: Clues) -> Finding:

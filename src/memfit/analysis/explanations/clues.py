@@ -170,7 +170,7 @@ def _leaves(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 def _size(name: str, leaf: Any) -> int | None:
     if isinstance(leaf, str):
-        found = re.fullmatch(r"\s*\d[\d.,]{0,20}\s?[KMGT]i?B\s*", leaf, re.IGNORECASE)
+        found = re.fullmatch(r"\s*\d[\d.,]{0,20}\s?[KMGT]i?B?\s*", leaf, re.IGNORECASE)
         return None if found is None else read_amount(leaf.strip())
     if isinstance(leaf, bool) or not isinstance(leaf, int | float) or not 0 <= leaf < 1 << 62:
         return None

@@ -263,6 +263,11 @@ def _in_pieces(case: Case) -> Finding | None:
 
 
 def _layout_advice(case: Case, saving_bytes: int) -> list[Advice]:
+    if any(
+        "expandable_segments:True" in fact.words["value"]
+        for fact in case.clues.facts("allocator-configuration")
+    ):
+        return [remedies.is_it_active(), remedies.keep_the_big_tensor(), remedies.split_the_request()]
     grow = remedies.expandable_segments(case.message, case.clues, saving_bytes)
     keep_whole = remedies.max_split_size(case.message, case.clues, case.at.requested_bytes)
     first = [keep_whole] if remedies.is_windows(case.message) else [grow, keep_whole]

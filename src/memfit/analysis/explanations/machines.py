@@ -88,11 +88,7 @@ def _unknown(device: Device) -> Finding:
         evidence=tuple(evidence),
         where=_title(device),
         advice=(
-            Advice(
-                action="ask for the slices: their own numbers are in the XML",
-                typed="nvidia-smi -q -x | grep -A8 '<mig_device>'; nvidia-smi -L",
-                kind="shell",
-            ),
+            _where_else(reason),
             Advice(
                 action="or ask the runtime from inside the job",
                 typed='python -c "import torch; print(torch.cuda.mem_get_info())"',
@@ -100,6 +96,21 @@ def _unknown(device: Device) -> Finding:
                 cost="a CUDA context for a moment",
             ),
         ),
+    )
+
+
+def _where_else(reason: str) -> Advice:
+    """Where the number is to be had."""
+    if reason == "Not Supported":
+        return Advice(
+            action="on a GPU with unified memory the host's memory is the budget: see what is available",
+            typed="free -h; grep MemAvailable /proc/meminfo",
+            kind="shell",
+        )
+    return Advice(
+        action="ask for the slices: their own numbers are in the XML",
+        typed="nvidia-smi -q -x | grep -A8 '<mig_device>'; nvidia-smi -L; free -h",
+        kind="shell",
     )
 
 
@@ -176,17 +187,20 @@ def _known(device: Device, clues: Clues) -> Finding:
 def _processes(clues: Clues) -> Finding:
     by_gpu: dict[str, int] = {}
     for process in clues.processes:
-        by_gpu[process.gpu] = by_gpu.get(process.gpu, 0) + (process.used_bytes or 0)
+        if process.used_bytes is not None:
+            by_gpu[process.gpu] = by_gpu.get(process.gpu, 0) + process.used_bytes
     unknown = sum(process.used_bytes is None for process in clues.processes)
     evidence = [f"GPU {gpu or '?'}: {format_bytes(size)}" for gpu, size in by_gpu.items()]
     if unknown:
-        evidence.append(f"{unknown} processes have no amount")
+        evidence.append(
+            f"{unknown} of them: unknown, which is not 0 (Windows, WSL and some containers hide it)"
+        )
     return Finding(
         rule="device_processes",
         verdict="unknown",
         severity="info",
         confidence="high",
-        summary=f"{len(clues.processes)} processes hold GPU memory; there is no error in the input",
+        summary=f"{len(clues.processes)} process(es) on GPUs; there is no error in the input",
         evidence=tuple(evidence),
         advice=(Advice(action="give the error's text, too"),),
     )

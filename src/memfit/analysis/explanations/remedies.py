@@ -57,6 +57,17 @@ def expandable_segments(message: Message, clues: Clues, saving_bytes: int | None
     )
 
 
+def is_it_active() -> Advice:
+    """The setting is there, and segments are in pieces all the same."""
+    return Advice(
+        action="expandable_segments is set already: see whether this process really has it (some builds "
+        "leave it "
+        "off, 2.9.1 ignored PYTORCH_ALLOC_CONF for CUDA, and it must be set before the first CUDA call)",
+        typed='print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])',
+        kind="python",
+    )
+
+
 def max_split_size(message: Message, clues: Clues, requested_bytes: int | None) -> Advice:
     """Keep large blocks whole."""
     size = 512 if requested_bytes is None else max(20, min(512, requested_bytes // (2 * MIB)))

@@ -69,6 +69,18 @@ SYMPTOMS: Mapping[str, Symptom] = {
             _shell("see the driver's version, and update it or take a build for an older CUDA", "nvidia-smi"),
         ),
     ),
+    "driver-unreachable": Symptom(
+        summary="nvidia-smi cannot reach the driver: nothing about memory can be known from it",
+        evidence=("after an update of the driver the loaded module and the library differ until a reboot",),
+        advice=(
+            _shell(
+                "see which versions are loaded", "cat /proc/driver/nvidia/version; modinfo nvidia | head -3"
+            ),
+            _shell(
+                "in a container: see whether the GPU was given to it", "docker run --gpus all … nvidia-smi"
+            ),
+        ),
+    ),
     "device-busy": Symptom(
         summary="the GPU is in exclusive use by another process, or in a bad state",
         evidence=("in mode 'E. Process' only one process may use a GPU, however much memory is free",),
