@@ -65,6 +65,35 @@ def test_writes_can_be_allowed(preloaded: Preloaded, project: Path) -> None:
     assert (project / "best.pt").read_bytes() != old
 
 
+OLD_CHECKPOINTS = (
+    "dcp/.metadata", "old-dcp/.metadata", "model.pkl", "weights.npz", "weights.bin", "weights.map",
+    "trainer/checkpoint-1/model.safetensors", "accelerated/checkpoints/checkpoint_0/model.safetensors",
+    "accelerated/whole/model.safetensors", "lit/best.ckpt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "savers",
+    [
+        ("distributed_checkpoints", "pickles_and_arrays"),
+        pytest.param(("trainer", "accelerator", "lightning"), marks=pytest.mark.slow),
+    ],
+    ids=["torch", "libraries"],
+)
+def test_libraries_that_save_and_delete_leave_old_checkpoints(
+    preloaded: Preloaded, tmp_path: Path, savers: tuple[str, ...]
+) -> None:
+    for module in ("transformers", "accelerate", "lightning") if "trainer" in savers else ():
+        pytest.importorskip(module)
+    for name in OLD_CHECKPOINTS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("the user's")
+    before = state(tmp_path)
+    outcome = preloaded.run("savers.py", *savers, folder=tmp_path, steps="all")
+    assert set(savers) <= set(outcome.stdout.splitlines()), outcome.stderr
+    assert state(tmp_path) == before and len(outcome.written) > 2
+
+
 def test_other_programs_leave_the_users_files(preloaded: Preloaded, project: Path) -> None:
     """cp, mv, rm, sed and git are guarded as the script is, and so are C libraries in the script."""
     if shutil.which("git"):
