@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from memfit.allocators import BaseAllocator
     from memfit.allocators.lab import Replay, replay
     from memfit.analysis.bottleneck import BottleneckDetector
+    from memfit.analysis.diagnosis import Diagnosis, diagnose
+    from memfit.analysis.difference import Difference, compare
     from memfit.analysis.explanations import Explanation, explain
     from memfit.analysis.memory import MemoryAnalyzer
     from memfit.analysis.performance import PerformanceAnalyzer
@@ -68,6 +70,8 @@ __all__ = [
     "BottleneckDetector",
     "CannotRunHere",
     "ChunkedCrossEntropy",
+    "Diagnosis",
+    "Difference",
     "DryRunResult",
     "DynamicAllocation",
     "Explanation",
@@ -105,6 +109,8 @@ __all__ = [
     "WorkloadFailed",
     "capture_step",
     "collect",
+    "compare",
+    "diagnose",
     "dry_run",
     "explain",
     "find_batch_size",
@@ -124,6 +130,8 @@ __all__ = [
 _HOME = {
     "memfit.allocators": ("BaseAllocator",),
     "memfit.allocators.lab": ("Replay", "replay"),
+    "memfit.analysis.diagnosis": ("Diagnosis", "diagnose"),
+    "memfit.analysis.difference": ("Difference", "compare"),
     "memfit.analysis.bottleneck": ("BottleneckDetector",),
     "memfit.analysis.explanations": ("Explanation", "explain"),
     "memfit.analysis.memory": ("MemoryAnalyzer",),

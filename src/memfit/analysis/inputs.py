@@ -119,11 +119,7 @@ def _peak(recording: Recording) -> int:
 
 
 def _read(path: Path, parts: _Parts) -> None:
-    try:
-        size = path.stat().st_size if path.is_file() else 0
-        head = path.open("rb").read(HEAD_BYTES) if path.is_file() else b""
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    size, head = _start_of(path)
     if not head or head.startswith(_BINARY) or size > LARGEST_DOCUMENT_BYTES:
         parts.recordings.append((path.name, read_trace(path)))
         return
@@ -133,6 +129,17 @@ def _read(path: Path, parts: _Parts) -> None:
         _take_document(path, value, parts)
     elif not _take_text(path, text, parts):
         parts.recordings.append((path.name, read_trace(path)))
+
+
+def _start_of(path: Path) -> tuple[int, bytes]:
+    """Size and first bytes of an ordinary file; of anything else none, which the reader of traces tells."""
+    try:
+        if not path.is_file():
+            return 0, b""
+        with path.open("rb") as file:
+            return path.stat().st_size, file.read(HEAD_BYTES)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _document(path: Path, text: str) -> Any:

@@ -51,8 +51,7 @@ class OptimForeach(Rule):
         trained = case.trainable_bytes
         if spike < self.least_bytes or not self.least_ratio * trained <= spike <= self.most_ratio * trained:
             return
-        others = [peak for phase, peak in case.timeline.peak_by_phase().items() if phase != "optimizer"]
-        next_peak = max(others, default=0)
+        next_peak = self._peak_elsewhere(case)
         saving = min(spike, max(case.peak_bytes - next_peak, 0))
         sites = blocks.largest_sites(mask & case.live_at_peak, 1)
         yield self.found(
@@ -86,6 +85,12 @@ class OptimForeach(Rule):
             ],
             edit=Edit(windows=removed(blocks.ids[mask].tolist())),
         )
+
+    def _peak_elsewhere(self, case: Evidence) -> int:
+        """The most live bytes outside of optimizer steps."""
+        live = case.timeline.live_bytes
+        spans = [live[start:end] for phase, start, end in case.phase_runs if phase != "optimizer"]
+        return max((int(span.max()) for span in spans), default=0)
 
     def _temporaries(self, case: Evidence) -> Mask:
         """Blocks that an optimizer step makes and frees itself."""
