@@ -85,9 +85,9 @@ def test_a_program_ends_where_memory_runs_out() -> None:
     trace = builder.build()
     stopped = replay(trace, capacity_bytes=100 * MIB, compare=False)
     assert stopped.main.last_event == 1
-    assert stopped.main.placements == [(0, 0), (-1, 0)]
+    assert stopped.main.placements.tolist() == [[0, 0], [-1, 0]]
     went_on = replay(trace, capacity_bytes=100 * MIB, compare=False, stop=False)
-    assert went_on.main.placements == [(0, 0), (-1, 0), (-1, 0)]
+    assert went_on.main.placements.tolist() == [[0, 0], [-1, 0], [-1, 0]]
     assert [failure.event for failure in went_on.main.failures] == [1, 2]
 
 

@@ -156,7 +156,7 @@ class Replay:
             "oom_events": list(outcome.out_of_memory_events),
         }
         if placements:
-            numbers["placements"] = [number for place in run.placements for number in place]
+            numbers["placements"] = run.placements.ravel().tolist()
         return numbers
 
     def _series(self, points: int) -> dict[str, list[int]]:
@@ -174,8 +174,8 @@ class Replay:
         """Where each allocation landed, and all that tells two allocators apart, as the goldens have it."""
         last = self.main.layouts[self.main.last_event]
         return {
-            "placements": [number for place in self.main.placements for number in place],
-            "reserved": [list(change) for change in self.main.reserved_changes],
+            "placements": self.main.placements.ravel().tolist(),
+            "reserved": self.main.reserved_changes.tolist(),
             "ooms": [failure.event for failure in self.main.failures],
             "stats": dict(self.main.stats),
             "segments": layout_json(last),
@@ -293,7 +293,7 @@ class _Lab:
     def report(self, policies: Iterable[str], compare: bool, layouts_at: Iterable[int]) -> Replay:
         wanted = tuple(policies)
         names = list(_policy_names(wanted))
-        if wanted == ("all",) and len(self._program.rows) > MOST_COMPARED_EVENTS:
+        if wanted == ("all",) and len(self._program) > MOST_COMPARED_EVENTS:
             names = []
             self._warnings += (
                 f"With more than {MOST_COMPARED_EVENTS:,} events the textbook policies are left out; "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from memfit.allocators.lifetimes import Lifetimes
 from memfit.allocators.packing import pack
 from memfit.allocators.running import Program
@@ -64,17 +66,19 @@ def bound_of(program: Program) -> Bound:
 
 def lifetimes_of_program(program: Program) -> Lifetimes:
     """When each block lives, in events; what was there before begins at -1."""
-    live = {key: (-1, size) for key, size, _ in program.before if size}
-    rows: list[tuple[int, int, int]] = []
-    for index, (action, key, size, _) in enumerate(program.rows):
-        if action == Action.ALLOC and size:
-            if key in live:
-                begin, old = live[key]
-                rows.append((begin, index, old))
-            live[key] = (index, size)
-        elif action == Action.FREE and key in live:
-            begin, old = live.pop(key)
-            rows.append((begin, index, old))
-    end = max(len(program.rows), 1)
-    rows += [(begin, end, size) for begin, size in live.values()]
-    return Lifetimes.of(rows)
+    events = program.events
+    counts = ((events.action == Action.ALLOC) & (events.size_bytes > 0)) | (events.action == Action.FREE)
+    at = np.flatnonzero(counts)
+    before = [(key, size) for key, size, _ in program.before if size]
+    keys = np.concatenate([np.array([key for key, _ in before], dtype=np.int64), events.block[at]])
+    sizes = np.concatenate([np.array([size for _, size in before], dtype=np.int64), events.size_bytes[at]])
+    born = np.concatenate([np.ones(len(before), dtype=bool), events.action[at] == Action.ALLOC])
+    when = np.concatenate([np.full(len(before), -1, dtype=np.int64), at])
+    order = np.argsort(keys, kind="stable")  # of each block its events in order: each life ends at the next
+    keys, when = keys[order], when[order]
+    ends = np.full(len(order), max(len(events), 1), dtype=np.int64)
+    followed = keys[:-1] == keys[1:]
+    ends[:-1][followed] = when[1:][followed]
+    lives = np.flatnonzero(born[order])
+    lives = lives[np.lexsort((when[lives], ends[lives]))]
+    return Lifetimes(when[lives], ends[lives], sizes[order][lives])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from memfit.allocators.base import OutOfMemory
 from memfit.allocators.caching import CachingAllocator
 from memfit.allocators.chunks import Chunk
+from memfit.allocators.fast.engine import Events, is_worth_it
 from memfit.allocators.replay import SegmentLayout, segments_of
 from memfit.allocators.restoring import RecordedDevice, give_back_segment, restore
 from memfit.core.recording import Recording
@@ -40,24 +42,32 @@ class Program:
     """What a recording asks of an allocator, made ready once for many runs.
 
     Attributes:
-        rows: the events, one to one.
-        before: blocks in use at the start as ``(key, requested bytes, stream)``, keys as in ``rows``.
+        events: the events as columns, one to one.
+        before: blocks in use at the start as ``(key, requested bytes, stream)``, keys as in the events.
         start: the state at the start, to begin from exactly.
-        addresses: the recorded address of each event's block, 0 where unknown.
         new_segments: ``(size, address)`` of the segments that the run took from the device, in order.
-        kept_to_end: events whose failed allocation had nothing after it: if it succeeds it stays.
+        last_allocation: the last event that allocates. What failed after it stays where it succeeds.
     """
 
-    rows: Sequence[Row]
+    events: Events
     before: tuple[tuple[int, int, int], ...]
     start: Snapshot | None
-    addresses: npt.NDArray[np.uint64]
     new_segments: tuple[tuple[int, int], ...]
-    kept_to_end: frozenset[int]
+    last_allocation: int
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    @functools.cached_property
+    def rows(self) -> Sequence[Row]:
+        """The events one by one; takes 200 bytes for each."""
+        events = self.events
+        columns = (events.action, events.block, events.size_bytes, events.stream)
+        return [Row(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def survived(self, event: int) -> bool:
         """Whether this is a failure of the recorded run after which it went on."""
-        return event >= 0 and self.rows[event].action == _OOM and event not in self.kept_to_end
+        return 0 <= event <= self.last_allocation and bool(self.events.action[event] == _OOM)
 
     @staticmethod
     def of(recording: Recording) -> Program:
@@ -72,22 +82,25 @@ class Program:
                     before.append((key, block.requested_bytes or block.size_bytes, segment.stream))
         if recording.held_bytes:
             before.append((-2 - len(before), recording.held_bytes, 0))
-        columns = (trace.action, trace.block, trace.size_bytes, trace.stream)
-        rows = [Row(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-        foreign = np.flatnonzero((trace.action == _FREE) & (trace.block == NO_BLOCK))
-        for index in foreign.tolist():
-            key = key_of.get(int(trace.address[index]), NO_BLOCK)
-            rows[index] = rows[index]._replace(block=key)
+        block = trace.block
+        foreign = np.flatnonzero((trace.action == _FREE) & (block == NO_BLOCK))
+        if len(foreign):
+            block = block.copy()
+            block[foreign] = [key_of.get(address, NO_BLOCK) for address in trace.address[foreign].tolist()]
         allocs = np.flatnonzero(trace.action == _ALLOC)
-        last = int(allocs[-1]) if len(allocs) else -1
-        failed = np.flatnonzero(trace.action == _OOM).tolist()
         return Program(
-            rows=rows,
+            events=Events(
+                action=trace.action,
+                block=block,
+                size_bytes=trace.size_bytes,
+                stream=trace.stream,
+                address=trace.address.view(np.int64),
+                lanes=recording.private_streams,
+            ),
             before=tuple(before),
             start=start,
-            addresses=trace.address,
             new_segments=_new_segments(trace),
-            kept_to_end=frozenset(index for index in failed if index > last),
+            last_allocation=int(allocs[-1]) if len(allocs) else -1,
         )
 
 
@@ -138,8 +151,8 @@ class Run:
     """What an allocator made of a program.
 
     Attributes:
-        placements: per allocation ``(region, offset)``; ``(-1, 0)`` where it failed or was empty.
-        reserved_changes: ``(event, reserved bytes)`` each time they changed.
+        placements: per allocation ``(region, offset)``; ``(-1, 0)`` where it failed or was empty. One row each.
+        reserved_changes: ``(event, reserved bytes)`` each time they changed, one row each.
         failures: allocations that ran out of memory, in order.
         stats: the allocator's own.
         live_bytes, allocated_bytes, reserved_bytes: after each event; empty unless asked for.
@@ -148,8 +161,8 @@ class Run:
         same_places, compared_places: how many allocations landed where they were recorded, of how many.
     """
 
-    placements: Sequence[tuple[int, int]]
-    reserved_changes: Sequence[tuple[int, int]]
+    placements: Bytes
+    reserved_changes: Bytes
     failures: tuple[Failure, ...]
     stats: Mapping[str, Any]
     live_bytes: Bytes
@@ -167,7 +180,7 @@ class Run:
 
 def run_caching(
     program: Program, allocator: CachingAllocator, *, exact_start: bool = True, detailed: bool = False,
-    stop: bool = True, layouts_at: frozenset[int] = frozenset(),
+    stop: bool = True, layouts_at: frozenset[int] = frozenset(), arrays: bool | None = None,
 ) -> Run:  # fmt: skip
     """Run a program through PyTorch's allocator.
 
@@ -179,11 +192,20 @@ def run_caching(
         stop: end where memory runs out, as a program does that does not catch it; otherwise leave the
             allocation out and go on. Failures that were recorded, and survived, never end it.
         layouts_at: events after which to keep the layout.
+        arrays: run over arrays that numba compiles, or event by event over objects; ``None`` takes what is
+            faster here. What comes out is the same.
     """
-    return _CachingRun(program, allocator, detailed, stop, layouts_at).run(exact_start)
+    kind: type[CachingRun] = CachingRun
+    if is_worth_it(program.events) if arrays is None else arrays:
+        from memfit.allocators.fast.running import ArrayRun
+
+        kind = ArrayRun
+    return kind(program, allocator, detailed, stop, layouts_at).run(exact_start)
 
 
-class _CachingRun:
+class CachingRun:
+    """One run, event by event. What it finds is put together in `_result`."""
+
     def __init__(
         self, program: Program, allocator: CachingAllocator, detailed: bool, stop: bool,
         layouts_at: frozenset[int],
@@ -196,6 +218,7 @@ class _CachingRun:
         self._chunks: dict[int, Chunk] = {}
         self._placements: list[tuple[int, int]] = []
         self._reserved: list[tuple[int, int]] = []
+        self._lanes = program.events.lanes
         self._failures: list[Failure] = []
         self._layouts: dict[int, Layout] = {}
         self._totals: list[tuple[int, int, int]] = []
@@ -259,26 +282,26 @@ class _CachingRun:
             return
         self._placements.append((chunk.region.ordinal, chunk.offset))
         if self._detailed:
-            self._places.compare(chunk, int(self._program.addresses[index]))
+            self._places.compare(chunk, int(self._program.events.address[index]))
 
     def _malloc(self, index: int, block: int, size: int, stream: int) -> Chunk | None:
         reserved = self._allocator.reserved_bytes
+        real, pool = self._lanes.get(stream, (stream, 0)) if self._lanes else (stream, 0)
         try:
-            chunk = self._chunks[block] = self._allocator.malloc(size, stream)
+            chunk = self._chunks[block] = self._allocator.malloc(size, real, pool)
         except OutOfMemory as failure:
             self._fail(index, size, stream, failure, reserved)
             return None
         return chunk
 
     def _fail(self, index: int, size: int, stream: int, failure: OutOfMemory, reserved: int) -> None:
-        allocator = self._allocator
         self._ended = self._stop and not self._program.survived(index)
         self._failures.append(
             Failure(
                 event=index,
                 requested_bytes=size,
                 stream=stream,
-                live_bytes=allocator.small.requested + allocator.large.requested,
+                live_bytes=self._live_bytes(),
                 allocated_bytes=failure.allocated_bytes,
                 reserved_bytes=failure.reserved_bytes,
                 limit_bytes=failure.limit_bytes,
@@ -287,6 +310,9 @@ class _CachingRun:
         )
         if self._detailed and len(self._failures) == 1:
             self._keep_layout(index)
+
+    def _live_bytes(self) -> int:
+        return self._allocator.small.requested + self._allocator.large.requested
 
     def _other(self, index: int, action: int, block: int, size: int, stream: int) -> None:
         allocator = self._allocator
@@ -304,20 +330,19 @@ class _CachingRun:
             self._given_back(index, action, size)
         elif action == _OOM and size:  # it failed in the run; whether it does here is the question
             chunk = self._malloc(index, NO_BLOCK, size, stream)
-            if chunk is not None and index not in self._program.kept_to_end:
-                allocator.free(chunk)
+            if chunk is not None and index <= self._program.last_allocation:
+                allocator.free(self._chunks.pop(NO_BLOCK))
 
     def _given_back(self, index: int, action: int, size: int) -> None:
         """Segments went back to the device in the run: because the program called ``empty_cache``, or the
         allocator was at a limit. In the recorded run just those go; in others the whole cache does, once."""
         if self._exact and action == _GIVEN_BACK[0]:
-            address = int(self._program.addresses[index])
+            address = int(self._program.events.address[index])
             for region in self._allocator.regions.values():
                 if region.address == address and region.size == size:
                     give_back_segment(self._allocator, region)
                     return
-        rows = self._program.rows
-        if index == 0 or rows[index - 1].action not in _GIVEN_BACK:
+        if index == 0 or self._program.events.action[index - 1] not in _GIVEN_BACK:
             self._allocator.empty_cache()
 
     def _note_totals(self) -> None:
@@ -336,8 +361,8 @@ class _CachingRun:
             self._keep_layout(self._last)
         totals = np.array(self._totals, dtype=np.int64).reshape(-1, 3)
         return Run(
-            placements=self._placements,
-            reserved_changes=self._reserved,
+            placements=np.array(self._placements, dtype=np.int64).reshape(-1, 2),
+            reserved_changes=np.array(self._reserved, dtype=np.int64).reshape(-1, 2),
             failures=tuple(self._failures),
             stats=self._allocator.stats(),
             live_bytes=totals[:, 0],
@@ -357,11 +382,11 @@ class _Places:
     def __init__(self) -> None:
         self.same = self.compared = 0
         self._bases: dict[int, int] = {}
-        self._known: set[int] = set()
+        self.known: set[int] = set()
 
     def know_segments(self, addresses: Iterable[int]) -> None:
         """Segments at these addresses are where they were in the run."""
-        self._known.update(addresses)
+        self.known.update(addresses)
 
     def compare(self, chunk: Chunk, recorded: int) -> None:
         if not recorded:
@@ -370,6 +395,6 @@ class _Places:
         base = self._bases.get(chunk.region.ordinal)
         if base is None:
             address = chunk.region.address
-            base = address if address in self._known else recorded - chunk.offset
+            base = address if address in self.known else recorded - chunk.offset
             self._bases[chunk.region.ordinal] = base
         self.same += base + chunk.offset == recorded

@@ -38,7 +38,7 @@ def policy_outcome(
         stop: end where memory runs out.
     """
     peak = max(lifetimes_of_program(program).rounded_to(BLOCK_BYTES).peak_live_bytes, BLOCK_BYTES)
-    least = _least(name, program, peak) if len(program.rows) <= MOST_SEARCHED_EVENTS else None
+    least = _least(name, program, peak) if len(program) <= MOST_SEARCHED_EVENTS else None
     heap = capacity_bytes or least or ROOM * peak
     run = run_policy(program, _make(name, heap), stop=stop)
     highest = run.total("reserved_bytes", 1)
@@ -144,8 +144,8 @@ class _PolicyRun:
             "reserved_bytes": {"all": [self._highest, self._highest]},
         }
         return Run(
-            placements=self._placements,
-            reserved_changes=(),
+            placements=np.array(self._placements, dtype=np.int64).reshape(-1, 2),
+            reserved_changes=np.zeros((0, 2), dtype=np.int64),
             failures=tuple(self._failures),
             stats=stats,
             live_bytes=nothing,

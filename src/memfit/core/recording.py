@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,8 @@ class Recording:
         allocated_bytes, reserved_bytes: the totals that were recorded after each event, where they were.
         kind: the kind of file, a name of ``memfit.formats.FORMATS``.
         notes: what the reader had to assume, a sentence each.
+        private_streams: stream numbers of the trace that stand for a private pool (``torch.cuda.MemPool``, CUDA
+            graphs) on a stream: the stream's number and the pool's, counted from 1.
     """
 
     trace: Trace
@@ -43,6 +46,7 @@ class Recording:
     reserved_bytes: Bytes | None = None
     kind: str = "memfit-trace"
     notes: tuple[str, ...] = field(default=())
+    private_streams: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def recorded_peak_reserved_bytes(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,24 +11,28 @@ Ints = npt.NDArray[np.int64]
 
 NONE = -1
 
-# A chunk (a row of `Arrays.chunks`). Two rows per home are the headers of its trees.
+# A chunk (a row of `Arrays.chunks`).
 SIZE, OFFSET, ORDER, REGION, HOME, STATE, PREV, NEXT = range(8)
-REQUESTED, BORN, USE, LEFT, RIGHT, PRIORITY, MAJOR, MINOR = range(8, 16)
-CHUNK_FIELDS = 16
-LINK = LEFT
-"""A chunk that waits for other streams is in no tree: the next one that waits."""
+REQUESTED, BORN, USE, PAGED = range(8, 12)
+CHUNK_FIELDS = 12
+LINK = BORN
+"""Of a chunk that waits for other streams, and so is in no list: the next one that waits."""
 NO_USE = -(1 << 63)
-"""`USE` of a chunk that no other stream uses; otherwise the highest rank of such a stream, see `use_rank`."""
+"""`USE` of a chunk that no other stream uses; otherwise the highest rank of such a stream."""
+
+# The same row of `Arrays.nodes`: the chunk in the tree of free or of unmapped ones.
+MAJOR, MINOR, LEFT, RIGHT = range(4)
+NODE_FIELDS = 4
+
+# A home: the chunks of one lane (a stream in a pool) and one size class. It has row 2 * lane + (1 if small) of
+# the chunks, and the same node is the header of its tree of free chunks; that of unmapped ones is HOMES further.
+STREAM, PRIVATE, SEARCHES, SEARCH_HOME, RELEASED = range(5)
 
 # A region.
-ADDRESS, REGION_SIZE, PAGE, FIRST, NEXT_REGION, PREVIOUS_REGION, BASE, ALIVE = range(8)
-REGION_FIELDS = 8
+ADDRESS, REGION_SIZE, PAGE, FIRST, NEXT_REGION, PREVIOUS_REGION, BASE = range(7)
+REGION_FIELDS = 7
 NO_BASE = -(1 << 63)
 """`BASE` (the recorded address of a region's start) where it is not known yet."""
-
-# A home: the chunks of one lane (a stream in a pool) and one size class; row 2 * lane + (1 if small).
-STREAM, FREE_TREE, UNMAPPED_TREE, PRIVATE, SEARCHES, SEARCH_HOME, RELEASED = range(7)
-HOME_FIELDS = 7
 
 # Single numbers: the counters of the small and of the large pool.
 COUNTER_NAMES = (
@@ -55,7 +59,7 @@ OVERSIZE_ALLOCATIONS, OVERSIZE_SEGMENTS = 80, 84
 RETRIES, OOMS, REJECTIONS, SYNCS, DEVICE_ALLOCS, DEVICE_FREES = range(88, 94)
 RESERVED, USED, PEAK_USED, TOP, RANGES, RISING = range(94, 100)
 WAITING_FIRST, WAITING_LAST, WAITING_COUNT, DONE_COUNT = range(100, 104)
-SPARE, SPARE_COUNT, FREE_COUNT, REGION_FIRST, REGION_LAST = range(104, 109)
+SPARE, SPARE_COUNT, FREE_COUNT, REGION_FIRST, REGION_LAST, HOMES = range(104, 110)
 
 # The rules: limits of the device, the settings.
 TOTAL, LIMIT, REJECTION, THROWS, COLLECT_ABOVE, COLLECTS, MAX_SPLIT = range(112, 119)
@@ -65,7 +69,10 @@ ROUNDUP = 128  # and 15 more
 # The run: where it is, what it keeps.
 EXACT, KEPT_AFTER, LEAST_BLOCK = range(144, 147)
 CHANGES, PLACEMENTS, SAME, COMPARED, RESERVED_BEFORE, LAST_RESERVED = range(147, 153)
+RECORDED_COUNT, KNOWN_COUNT = range(153, 155)
 NUMBERS = 160
+"""Behind them come the recorded segments: ``(size, address, next of this size)`` each, sorted by size, where the
+third number counts in the first of each size; then the sorted addresses of segments that lie where they lay."""
 
 # What `events.advance` comes back with.
 REACHED, NEEDS_ROOM, FAILED = range(3)
@@ -74,22 +81,17 @@ FREE, ALLOCATED, PENDING, UNMAPPED = range(4)
 
 
 class Arrays(NamedTuple):
-    """The state of an allocator.
+    """The state of an allocator. Few arrays: each costs something in every call.
 
     Attributes:
-        chunks, regions, homes: tables, a row each; columns as named above.
+        chunks, nodes, regions: tables, a row each; columns as named above.
         numbers: single numbers, places as named above.
-        recorded: segments to come as ``(size, address, next of this size)``, sorted by size; the third column
-            counts in the first row of each size.
-        known: sorted addresses of segments that lie where they lay in the run.
     """
 
     chunks: Ints
+    nodes: Ints
     regions: Ints
-    homes: Ints
     numbers: Ints
-    recorded: Ints
-    known: Ints
 
 
 class Columns(NamedTuple):
@@ -115,6 +117,3 @@ class Columns(NamedTuple):
     placements: Ints
     changes: Ints
     totals: Ints
-
-
-Table = npt.NDArray[Any]

@@ -30,7 +30,9 @@ def compiled(function: Function) -> Function:
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(_folder())
     try:
-        made: Function = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+        made: Function = numba.njit(
+            cache=True, nogil=True, error_model="numpy", _nrt=False, no_cfunc_wrapper=True
+        )(function)
         return made
     finally:
         numba.config.CACHE_DIR = before

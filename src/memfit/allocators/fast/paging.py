@@ -18,11 +18,11 @@ def _room(a: Arrays, chunk: int) -> int:
 
 
 @compiled
-def best_fit(a: Arrays, header: int, chunk: int) -> int:
+def best_fit(a: Arrays, home: int, chunk: int) -> int:
     """From the smallest free chunk that fits, step on while the next one could grow to strictly less."""
     room = _room(a, chunk)
-    while a.regions[a.chunks[chunk, f.REGION], f.PAGE]:
-        after = trees.following(a.chunks, header, chunk)
+    while a.chunks[chunk, f.PAGED]:
+        after = trees.following(a.nodes, home, chunk)
         if after == NONE:
             break
         its_room = _room(a, after)
@@ -35,12 +35,12 @@ def best_fit(a: Arrays, header: int, chunk: int) -> int:
 @compiled
 def _insert_unmapped(a: Arrays, chunk: int) -> None:
     address = a.regions[a.chunks[chunk, f.REGION], f.ADDRESS] + a.chunks[chunk, f.OFFSET]
-    trees.insert(a.chunks, a.homes[a.chunks[chunk, f.HOME], f.UNMAPPED_TREE], chunk, 0, address)
+    trees.insert(a.nodes, a.chunks[chunk, f.HOME] + a.numbers[f.HOMES], chunk, 0, address)
 
 
 @compiled
 def _remove_unmapped(a: Arrays, chunk: int) -> None:
-    trees.remove(a.chunks, a.homes[a.chunks[chunk, f.HOME], f.UNMAPPED_TREE], chunk)
+    trees.remove(a.nodes, a.chunks[chunk, f.HOME] + a.numbers[f.HOMES], chunk)
 
 
 @compiled
@@ -58,14 +58,14 @@ def _holds(a: Arrays, start: int, size: int) -> bool:
 @compiled
 def _candidate(a: Arrays, home: int, size: int) -> int:
     """The lowest place where free and unmapped neighbours hold ``size``; else the start of a new range."""
-    header = a.homes[home, f.UNMAPPED_TREE]
-    at = trees.first_from(a.chunks, header, 0)
+    header = home + a.numbers[f.HOMES]
+    at = trees.first_from(a.nodes, header, 0)
     while at != NONE:
         before = a.chunks[at, f.PREV]
         start = before if before != NONE and a.chunks[before, f.STATE] == f.FREE else at
         if _holds(a, start, size):
             return int(start)
-        at = trees.following(a.chunks, header, at)
+        at = trees.following(a.nodes, header, at)
     page = SMALL_SEGMENT_BYTES if home & 1 else a.numbers[f.LARGE_SEGMENT]
     total = a.numbers[f.TOTAL]
     space = -(-(total + total // 8) // page) * page
@@ -102,7 +102,7 @@ def _map(a: Arrays, chunk: int, size: int) -> bool:
     """Put memory behind the first ``size`` bytes (in whole pages) of an unmapped chunk and make it free."""
     chunks = a.chunks
     region, home = chunks[chunk, f.REGION], chunks[chunk, f.HOME]
-    page = a.regions[region, f.PAGE]
+    page = chunks[chunk, f.PAGED]
     mapped = -(-size // page) * page
     if not taking.take(a, mapped):
         return False
@@ -151,7 +151,7 @@ def unmap(a: Arrays, chunk: int) -> None:
     """Give the whole pages in a free chunk back; its edges stay free. An unmapped range is given up."""
     chunks = a.chunks
     region, home = chunks[chunk, f.REGION], chunks[chunk, f.HOME]
-    page = a.regions[region, f.PAGE]
+    page = chunks[chunk, f.PAGED]
     offset, order = chunks[chunk, f.OFFSET], chunks[chunk, f.ORDER]
     past = offset + chunks[chunk, f.SIZE]
     start, end = -(-offset // page) * page, past // page * page

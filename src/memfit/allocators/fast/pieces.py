@@ -26,6 +26,7 @@ def new_chunk(a: Arrays, region: int, home: int, offset: int, size: int, order: 
     chunks[chunk, f.REQUESTED] = 0
     chunks[chunk, f.BORN] = 0
     chunks[chunk, f.USE] = f.NO_USE
+    chunks[chunk, f.PAGED] = a.regions[region, f.PAGE]
     return int(chunk)
 
 
@@ -55,15 +56,15 @@ def insert_free(a: Arrays, chunk: int) -> None:
     """Put a free chunk into its list."""
     home = a.chunks[chunk, f.HOME]
     size, order = a.chunks[chunk, f.SIZE], a.chunks[chunk, f.ORDER]
-    trees.insert(a.chunks, a.homes[home, f.FREE_TREE], chunk, size, order)
-    a.chunks[chunk, f.BORN] = a.homes[a.homes[home, f.SEARCH_HOME], f.SEARCHES]
+    trees.insert(a.nodes, home, chunk, size, order)
+    a.chunks[chunk, f.BORN] = a.chunks[a.chunks[home, f.SEARCH_HOME], f.SEARCHES]
     a.numbers[f.FREE_COUNT] += 1
 
 
 @compiled
 def remove_free(a: Arrays, chunk: int) -> None:
     """Take a free chunk out of its list."""
-    trees.remove(a.chunks, a.homes[a.chunks[chunk, f.HOME], f.FREE_TREE], chunk)
+    trees.remove(a.nodes, a.chunks[chunk, f.HOME], chunk)
     a.numbers[f.FREE_COUNT] -= 1
 
 
@@ -72,7 +73,7 @@ def is_whole(a: Arrays, chunk: int) -> bool:
     """Whether a chunk is all of its segment, and no expandable one's."""
     chunks = a.chunks
     alone = chunks[chunk, f.PREV] == NONE and chunks[chunk, f.NEXT] == NONE
-    return bool(alone and a.regions[chunks[chunk, f.REGION], f.PAGE] == 0)
+    return bool(alone and chunks[chunk, f.PAGED] == 0)
 
 
 @compiled
@@ -113,7 +114,7 @@ def release(a: Arrays, chunk: int) -> None:
         joined += 1
     chunks[chunk, f.STATE] = f.FREE
     insert_free(a, chunk)
-    if a.regions[chunks[chunk, f.REGION], f.PAGE]:
+    if chunks[chunk, f.PAGED]:
         return
     if chunks[chunk, f.PREV] != NONE or chunks[chunk, f.NEXT] != NONE:
         numbers[shift + f.SPLIT_BYTES] += own

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from memfit.allocators.fast import books, paging, pieces, taking, trees
 from memfit.allocators.fast import fields as f
 from memfit.allocators.fast.fields import NONE, Arrays, Ints
@@ -44,14 +42,14 @@ def malloc(a: Arrays, lane: int, requested: int) -> int:
     home = 2 * lane + 1 if small else 2 * lane
     shift = 16 if small else 0
     if numbers[f.COLLECTS]:
-        a.homes[a.homes[home, f.SEARCH_HOME], f.SEARCHES] += 1
+        chunks[chunks[home, f.SEARCH_HOME], f.SEARCHES] += 1
     chunk = _cached(a, home, size)
     if chunk == NONE:
         chunk = _grow(a, home, size)
         if chunk == NONE:
             return NONE
     rest = chunks[chunk, f.SIZE] - size
-    plain = a.regions[chunks[chunk, f.REGION], f.PAGE] == 0
+    plain = chunks[chunk, f.PAGED] == 0
     split = chunks[chunk, f.PREV] != NONE or chunks[chunk, f.NEXT] != NONE
     divisible = small or numbers[f.EXPANDABLE] or (size < numbers[f.MAX_SPLIT] and rest > SMALL_LIMIT_BYTES)
     if rest >= BLOCK_BYTES and divisible:
@@ -85,12 +83,11 @@ def malloc(a: Arrays, lane: int, requested: int) -> int:
 @compiled
 def _cached(a: Arrays, home: int, size: int) -> int:
     """The cached chunk to take, out of its list; NONE where none may be taken."""
-    header = a.homes[home, f.FREE_TREE]
-    chunk = trees.first_from(a.chunks, header, size)
+    chunk = trees.first_from(a.nodes, home, size)
     if chunk == NONE:
         return NONE
     if a.numbers[f.EXPANDABLE]:
-        chunk = paging.best_fit(a, header, chunk)
+        chunk = paging.best_fit(a, home, chunk)
     found, limit = a.chunks[chunk, f.SIZE], a.numbers[f.MAX_SPLIT]
     if size < limit <= found:
         return NONE
@@ -131,7 +128,7 @@ def free(a: Arrays, chunk: int) -> None:
 @compiled
 def use(a: Arrays, chunk: int, stream: int) -> None:
     """`record_stream`. Of all the streams that use a chunk only the highest rank matters later."""
-    if stream == a.homes[a.chunks[chunk, f.HOME], f.STREAM]:
+    if stream == a.chunks[a.chunks[chunk, f.HOME], f.STREAM]:
         return
     rank = -stream if stream else -(1 << 62)
     a.chunks[chunk, f.USE] = max(a.chunks[chunk, f.USE], rank)
@@ -142,17 +139,32 @@ def process_events(a: Arrays) -> None:
     """Release the chunks whose other streams are done: by rank, in order of their frees."""
     chunks, numbers = a.chunks, a.numbers
     count = numbers[f.DONE_COUNT]
-    done = np.empty(count, dtype=np.int64)
-    ranks = np.empty(count, dtype=np.int64)
-    chunk = numbers[f.WAITING_FIRST]
-    for place in range(count):
-        done[place], ranks[place] = chunk, chunks[chunk, f.USE]
-        chunk = chunks[chunk, f.LINK]
-    numbers[f.WAITING_FIRST] = chunk
     numbers[f.WAITING_COUNT] -= count
     numbers[f.DONE_COUNT] = 0
-    for place in np.argsort(ranks, kind="mergesort"):
-        chunk = done[place]
+    while count:
+        chunk, rank = numbers[f.WAITING_FIRST], chunks[numbers[f.WAITING_FIRST], f.USE]
+        for _ in range(count):
+            rank = min(rank, chunks[chunk, f.USE])
+            chunk = chunks[chunk, f.LINK]
+        count -= _release_rank(a, rank, count)
+
+
+@compiled
+def _release_rank(a: Arrays, rank: int, count: int) -> int:
+    """Release those of one rank among the first ``count`` that wait; how many there were."""
+    chunks, numbers = a.chunks, a.numbers
+    released, before, chunk = 0, NONE, numbers[f.WAITING_FIRST]
+    for _ in range(count):
+        after = chunks[chunk, f.LINK]
+        if chunks[chunk, f.USE] != rank:
+            before, chunk = chunk, after
+            continue
+        if before == NONE:
+            numbers[f.WAITING_FIRST] = after
+        else:
+            chunks[before, f.LINK] = after
+        if after == NONE:
+            numbers[f.WAITING_LAST] = before
         if numbers[f.RISING]:
             books.note_peaks(numbers)
         shift = (chunks[chunk, f.HOME] & 1) * 16
@@ -160,6 +172,9 @@ def process_events(a: Arrays) -> None:
         numbers[shift + f.WAITING] -= 1
         numbers[shift + f.WAITING_BYTES] -= chunks[chunk, f.SIZE]
         pieces.release(a, chunk)
+        released += 1
+        chunk = after
+    return released
 
 
 @compiled
@@ -169,25 +184,20 @@ def empty_cache(a: Arrays) -> None:
     if a.numbers[f.WAITING_COUNT]:
         a.numbers[f.DONE_COUNT] = a.numbers[f.WAITING_COUNT]
         process_events(a)
-    for home in range(len(a.homes)):
+    for home in range(a.numbers[f.HOMES]):
         _empty_home(a, home)
 
 
 @compiled
 def _empty_home(a: Arrays, home: int) -> None:
-    header = a.homes[home, f.FREE_TREE]
-    found = np.empty(a.numbers[f.FREE_COUNT], dtype=np.int64)
-    count, chunk = 0, trees.first_from(a.chunks, header, 0)
+    chunk = trees.first_from(a.nodes, home, 0)
     while chunk != NONE:
-        if a.regions[a.chunks[chunk, f.REGION], f.PAGE] or pieces.is_whole(a, chunk):
-            found[count] = chunk
-            count += 1
-        chunk = trees.following(a.chunks, header, chunk)
-    for chunk in found[:count]:
-        if a.regions[a.chunks[chunk, f.REGION], f.PAGE]:
-            paging.unmap(a, chunk)
-        else:
+        after = trees.following(a.nodes, home, chunk)
+        if a.chunks[chunk, f.PAGED]:
+            paging.unmap(a, chunk)  # what stays of it as free is met again, and holds no page
+        elif pieces.is_whole(a, chunk):
             taking.give_back(a, chunk)
+        chunk = after
 
 
 @compiled
@@ -236,18 +246,17 @@ def _give_back_oversize(a: Arrays, home: int, size: int) -> bool:
     if limit >= UNLIMITED_BYTES:
         return False
     wanted = max(size, limit)
-    header = a.homes[home, f.FREE_TREE]
-    chunk = trees.first_from(a.chunks, header, wanted)
+    chunk = trees.first_from(a.nodes, home, wanted)
     if chunk != NONE:
-        if a.regions[a.chunks[chunk, f.REGION], f.PAGE]:
+        if a.chunks[chunk, f.PAGED]:
             return False
         taking.give_back(a, chunk)
         return True
     freed = 0
-    chunk = trees.last(a.chunks, header)
+    chunk = trees.last(a.nodes, home)
     while chunk != NONE and freed < wanted and a.chunks[chunk, f.SIZE] >= limit:
-        before = trees.last_below(a.chunks, header, chunk)
-        if not a.regions[a.chunks[chunk, f.REGION], f.PAGE]:
+        before = trees.last_below(a.nodes, home, chunk)
+        if not a.chunks[chunk, f.PAGED]:
             freed += a.chunks[chunk, f.SIZE]
             taking.give_back(a, chunk)
         chunk = before
@@ -260,29 +269,40 @@ def _collect_garbage(a: Arrays) -> None:
     target = a.numbers[f.RESERVED] - a.numbers[f.COLLECT_ABOVE]
     if target <= 0:
         return
-    cached = np.empty(a.numbers[f.FREE_COUNT], dtype=np.int64)
-    ages = np.empty(a.numbers[f.FREE_COUNT], dtype=np.int64)
-    count = 0
-    for home in range(0, len(a.homes), 2):
-        if a.homes[home, f.PRIVATE]:
-            continue
-        searches = a.homes[a.homes[home, f.SEARCH_HOME], f.SEARCHES]
-        header = a.homes[home, f.FREE_TREE]
-        chunk = trees.first_from(a.chunks, header, 0)
-        while chunk != NONE:
-            if pieces.is_whole(a, chunk):
-                cached[count], ages[count] = chunk, searches - a.chunks[chunk, f.BORN]
-                count += 1
-            chunk = trees.following(a.chunks, header, chunk)
     reclaimed = 0
-    while count and reclaimed < target:
-        mean_age = ages[:count].sum() / count
-        kept = 0
-        for place in range(count):
-            if ages[place] >= mean_age:
-                reclaimed += a.chunks[cached[place], f.SIZE]
-                taking.give_back(a, cached[place])
-            else:
-                cached[kept], ages[kept] = cached[place], ages[place]
-                kept += 1
-        count = kept
+    while reclaimed < target:
+        count, ages = 0, 0
+        for home in range(0, a.numbers[f.HOMES], 2):
+            chunk = _next_garbage(a, home, NONE, 0.0)
+            while chunk != NONE:
+                count += 1
+                ages += _age(a, chunk)
+                chunk = _next_garbage(a, home, chunk, 0.0)
+        if count == 0:
+            break
+        for home in range(0, a.numbers[f.HOMES], 2):
+            chunk = _next_garbage(a, home, NONE, ages / count)
+            while chunk != NONE:
+                after = _next_garbage(a, home, chunk, ages / count)
+                reclaimed += a.chunks[chunk, f.SIZE]
+                taking.give_back(a, chunk)
+                chunk = after
+
+
+@compiled
+def _age(a: Arrays, chunk: int) -> int:
+    """How often its pool was searched since a chunk became free."""
+    chunks = a.chunks
+    return int(chunks[chunks[chunks[chunk, f.HOME], f.SEARCH_HOME], f.SEARCHES] - chunks[chunk, f.BORN])
+
+
+@compiled
+def _next_garbage(a: Arrays, home: int, chunk: int, least_age: float) -> int:
+    """The cached segment of at least that age that comes after a chunk (NONE: the first), or NONE."""
+    if a.chunks[home, f.PRIVATE]:
+        return NONE
+    nodes = a.nodes
+    chunk = trees.first_from(nodes, home, 0) if chunk == NONE else trees.following(nodes, home, chunk)
+    while chunk != NONE and not (pieces.is_whole(a, chunk) and _age(a, chunk) >= least_age):
+        chunk = trees.following(nodes, home, chunk)
+    return int(chunk)

@@ -32,23 +32,24 @@ def load(allocator: CachingAllocator, lanes: Sequence[Lane], *, known: Iterable[
         lanes: every stream (in every private pool) that there is or will be.
         known: addresses of segments that lie where they lay in the run.
     """
-    numbers = np.zeros(f.NUMBERS, dtype=np.int64)
+    recorded, sure = allocator.device.recorded_segments(), np.unique(np.array(list(known), dtype=np.int64))
+    numbers = np.zeros(f.NUMBERS + recorded.size + len(sure), dtype=np.int64)
+    numbers[f.NUMBERS :] = np.concatenate([recorded.ravel(), sure])
+    numbers[f.RECORDED_COUNT], numbers[f.KNOWN_COUNT] = len(recorded), len(sure)
     _rules(allocator, numbers)
     _counts(allocator, numbers)
-    homes = np.zeros((2 * len(lanes), f.HOME_FIELDS), dtype=np.int64)
-    held = sum(1 for _ in allocator.chunks())
+    homes = numbers[f.HOMES] = 2 * len(lanes)
+    rows = _FIRST_ROWS + 2 * homes + 4 * sum(1 for _ in allocator.chunks())
     arrays = Arrays(
-        chunks=_rows(_FIRST_ROWS + 2 * len(homes) + 4 * held),
+        chunks=np.zeros((rows, f.CHUNK_FIELDS), dtype=np.int64),
+        nodes=np.full((rows, f.NODE_FIELDS), NONE, dtype=np.int64),
         regions=np.zeros((_FIRST_ROWS + 2 * allocator.device._ranges, f.REGION_FIELDS), dtype=np.int64),
-        homes=homes,
         numbers=numbers,
-        recorded=allocator.device.recorded_segments(),
-        known=np.unique(np.array(list(known), dtype=np.int64)),
     )
-    _spare(arrays, 2 * len(homes), len(arrays.chunks))
+    _spare(arrays, 2 * homes, rows)
     _set_homes(allocator, arrays, lanes)
     for region in allocator.regions.values():
-        _load_region(arrays, region, lanes)
+        _load_region(arrays, region, lanes, sure)
     _load_waiting(allocator, arrays)
     return arrays
 
@@ -98,14 +99,6 @@ def _scopes(allocator: CachingAllocator) -> tuple[tuple[int, Peaks], ...]:
     return ((f.PEAKS_LARGE, book._large), (f.PEAKS_SMALL, book._small), (f.PEAKS_ALL, book._all))
 
 
-def _rows(count: int, *, seed: int = 1) -> Ints:
-    """Rows for chunks, each with a priority of its own."""
-    rows = np.zeros((count, f.CHUNK_FIELDS), dtype=np.int64)
-    rows[:, f.PRIORITY] = np.random.default_rng(seed).integers(0, 1 << 62, size=count)
-    rows[:, (f.LEFT, f.RIGHT)] = NONE
-    return rows
-
-
 def _spare(arrays: Arrays, first: int, end: int) -> None:
     """Make rows from ``first`` on available, the lowest first."""
     if end <= first:
@@ -122,23 +115,18 @@ def _set_homes(allocator: CachingAllocator, arrays: Arrays, lanes: Sequence[Lane
     for lane, (stream, pool) in enumerate(lanes):
         for small in (0, 1):
             home = 2 * lane + small
-            searches_at = first_of.setdefault((pool, small), home)
-            arrays.homes[home, :] = (stream, 2 * home, 2 * home + 1, pool, 0, searches_at, 0)
-    for (pool, small), home in first_of.items():
-        shared = allocator.share(small=bool(small), pool=pool)
-        arrays.homes[home, f.SEARCHES] = shared.searches
-        arrays.homes[home, f.RELEASED] = shared.released
-    for home, row in enumerate(arrays.homes):
-        arrays.homes[home, f.RELEASED] = arrays.homes[row[f.SEARCH_HOME], f.RELEASED]
+            first = first_of.setdefault((pool, small), home)
+            shared = allocator.share(small=bool(small), pool=pool)
+            arrays.chunks[home, :5] = (stream, pool, shared.searches, first, shared.released)
 
 
-def _load_region(arrays: Arrays, region: Region, lanes: Sequence[Lane]) -> None:
+def _load_region(arrays: Arrays, region: Region, lanes: Sequence[Lane], sure: Ints) -> None:
     chunks, regions, numbers = arrays.chunks, arrays.regions, arrays.numbers
     ordinal = region.ordinal
     last = int(numbers[f.REGION_LAST])
-    known = region.address in arrays.known
+    known = region.address in sure
     base = region.address if known else f.NO_BASE
-    regions[ordinal, :] = (region.address, region.size, region.page_bytes, NONE, NONE, last, base, 1)
+    regions[ordinal, :] = (region.address, region.size, region.page_bytes, NONE, NONE, last, base)
     if last == NONE:
         numbers[f.REGION_FIRST] = ordinal
     else:
@@ -157,8 +145,8 @@ def _load_region(arrays: Arrays, region: Region, lanes: Sequence[Lane]) -> None:
             pieces.insert_free(arrays, row)
             chunks[row, f.BORN] = chunk.born
         elif chunk.state == f.UNMAPPED:
-            header = arrays.homes[home, f.UNMAPPED_TREE]
-            trees.insert(chunks, header, row, 0, region.address + chunk.offset)
+            header = home + int(numbers[f.HOMES])
+            trees.insert(arrays.nodes, header, row, 0, region.address + chunk.offset)
         before, chunk = row, chunk.next  # type: ignore[assignment]
 
 
@@ -194,8 +182,9 @@ def with_room(arrays: Arrays) -> Arrays:
     chunks, regions, numbers = arrays.chunks, arrays.regions, arrays.numbers
     if numbers[f.SPARE_COUNT] < len(chunks) // 2:
         first = len(chunks)
-        chunks = np.concatenate([chunks, _rows(first, seed=first)])
-        arrays = arrays._replace(chunks=chunks)
+        chunks = np.concatenate([chunks, np.zeros_like(chunks)])
+        nodes = np.concatenate([arrays.nodes, np.full_like(arrays.nodes, NONE)])
+        arrays = arrays._replace(chunks=chunks, nodes=nodes)
         _spare(arrays, first, len(chunks))
     if numbers[f.RANGES] * 2 > len(regions):
         arrays = arrays._replace(regions=np.concatenate([regions, np.zeros_like(regions)]))
@@ -225,7 +214,7 @@ def store(arrays: Arrays, allocator: CachingAllocator) -> dict[int, Chunk]:
 
 
 def _store_chunks(arrays: Arrays, allocator: CachingAllocator) -> dict[int, Chunk]:
-    homes = [_store_home(allocator, arrays, home) for home in range(len(arrays.homes))]
+    homes = [_store_home(allocator, arrays, home) for home in range(int(arrays.numbers[f.HOMES]))]
     allocator.regions.clear()
     made: dict[int, Chunk] = {}
     ordinal = int(arrays.numbers[f.REGION_FIRST])
@@ -244,12 +233,12 @@ def _store_chunks(arrays: Arrays, allocator: CachingAllocator) -> dict[int, Chun
 
 
 def _store_home(allocator: CachingAllocator, arrays: Arrays, home: int) -> FreeList:
-    stream, pool = int(arrays.homes[home, f.STREAM]), int(arrays.homes[home, f.PRIVATE])
+    stream, pool, searches, first, released = arrays.chunks[home, :5].tolist()
     made = allocator.home(stream, small=bool(home & 1), pool=pool)
     made.clear()
-    made.shared.released = bool(arrays.homes[home, f.RELEASED])
-    if arrays.homes[home, f.SEARCH_HOME] == home:
-        made.shared.searches = int(arrays.homes[home, f.SEARCHES])
+    made.shared.released = bool(released)
+    if first == home:
+        made.shared.searches = searches
     return made
 
 

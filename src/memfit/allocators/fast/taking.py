@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from memfit.allocators.chunks import CREATION_SHIFT, DEVICE_ALIGNMENT_BYTES
 from memfit.allocators.fast import books, pieces
 from memfit.allocators.fast import fields as f
-from memfit.allocators.fast.fields import NONE, Arrays
+from memfit.allocators.fast.fields import NONE, Arrays, Ints
 from memfit.allocators.fast.jit import compiled
 
 
@@ -30,13 +28,12 @@ def new_region(a: Arrays, home: int, size: int, page: int) -> int:
     numbers[f.RANGES] += 1
     address = numbers[f.TOP]
     numbers[f.TOP] += -(-size // DEVICE_ALIGNMENT_BYTES) * DEVICE_ALIGNMENT_BYTES
-    if page == 0 and len(a.recorded):
-        address = _recorded_address(a, size, address)
+    if page == 0 and numbers[f.RECORDED_COUNT]:
+        address = _recorded_address(numbers, size, address)
     regions[ordinal, f.ADDRESS] = address
     regions[ordinal, f.REGION_SIZE] = size
     regions[ordinal, f.PAGE] = page
-    regions[ordinal, f.BASE] = address if _is_known(a, address) else f.NO_BASE
-    regions[ordinal, f.ALIVE] = 1
+    regions[ordinal, f.BASE] = address if _is_known(numbers, address) else f.NO_BASE
     order = ordinal << CREATION_SHIFT if numbers[f.BY_CREATION] else address >> 9
     regions[ordinal, f.FIRST] = pieces.new_chunk(a, ordinal, home, 0, size, order)
     last = numbers[f.REGION_LAST]
@@ -50,22 +47,39 @@ def new_region(a: Arrays, home: int, size: int, page: int) -> int:
 
 
 @compiled
-def _recorded_address(a: Arrays, size: int, otherwise: int) -> int:
-    """The next recorded address for a segment of this size."""
-    row = np.searchsorted(a.recorded[:, 0], size)
-    if row == len(a.recorded) or a.recorded[row, 0] != size:
-        return otherwise
-    at = row + a.recorded[row, 2]
-    if at == len(a.recorded) or a.recorded[at, 0] != size:
-        return otherwise
-    a.recorded[row, 2] += 1
-    return int(a.recorded[at, 1])
+def _first_not_below(numbers: Ints, begin: int, count: int, step: int, value: int) -> int:
+    """Of ``count`` sorted numbers, ``step`` places apart, the first that is ``value`` or more (or ``count``)."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if numbers[begin + middle * step] < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @compiled
-def _is_known(a: Arrays, address: int) -> bool:
-    place = np.searchsorted(a.known, address)
-    return bool(place < len(a.known) and a.known[place] == address)
+def _recorded_address(numbers: Ints, size: int, otherwise: int) -> int:
+    """The next recorded address for a segment of this size."""
+    count = numbers[f.RECORDED_COUNT]
+    row = _first_not_below(numbers, f.NUMBERS, count, 3, size)
+    first = f.NUMBERS + 3 * row
+    if row == count or numbers[first] != size:
+        return otherwise
+    row += numbers[first + 2]
+    at = f.NUMBERS + 3 * row
+    if row == count or numbers[at] != size:
+        return otherwise
+    numbers[first + 2] += 1
+    return int(numbers[at + 1])
+
+
+@compiled
+def _is_known(numbers: Ints, address: int) -> bool:
+    begin, count = f.NUMBERS + 3 * numbers[f.RECORDED_COUNT], numbers[f.KNOWN_COUNT]
+    place = _first_not_below(numbers, begin, count, 1, address)
+    return bool(place < count and numbers[begin + place] == address)
 
 
 @compiled
@@ -81,7 +95,6 @@ def drop_region(a: Arrays, region: int) -> None:
         a.numbers[f.REGION_LAST] = before
     else:
         regions[after, f.PREVIOUS_REGION] = before
-    regions[region, f.ALIVE] = 0
 
 
 @compiled

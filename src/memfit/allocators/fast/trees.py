@@ -1,121 +1,129 @@
-"""Free chunks in order: treaps whose nodes are the rows of the table of chunks.
+"""Free chunks in order: treaps, whose nodes have the numbers of the chunks.
 
-A tree hangs on the right of its header, a row that is in no region. Nodes are ordered by ``(MAJOR, MINOR)``;
-the priorities are random numbers that belong to the rows, so that what is found depends on the keys alone.
+A tree hangs on the right of its header, a node without a chunk. Nodes are ordered by ``(MAJOR, MINOR)``. Their
+priorities are hashes of their numbers: the shape of a tree is as good as random, and what is found in it depends
+on the keys alone.
 """
 
 from __future__ import annotations
 
-from memfit.allocators.fast.fields import LEFT, MAJOR, MINOR, NONE, PRIORITY, RIGHT, Ints
+from memfit.allocators.fast.fields import LEFT, MAJOR, MINOR, NONE, RIGHT, Ints
 from memfit.allocators.fast.jit import compiled
 
 
 @compiled
-def insert(chunks: Ints, header: int, node: int, major: int, minor: int) -> None:
+def _priority(node: int) -> int:
+    """A 32-bit hash (multiplication by the golden ratio, then its high bits into the low ones)."""
+    mixed = (node * 0x9E3779B1) & 0xFFFFFFFF
+    return ((mixed ^ (mixed >> 15)) * 0x85EBCA6B) & 0xFFFFFFFF
+
+
+@compiled
+def insert(nodes: Ints, header: int, node: int, major: int, minor: int) -> None:
     """Put a row that is in no tree into one."""
-    chunks[node, MAJOR], chunks[node, MINOR] = major, minor
-    priority = chunks[node, PRIORITY]
+    nodes[node, MAJOR], nodes[node, MINOR] = major, minor
+    priority = _priority(node)
     parent, side = header, RIGHT
-    at = chunks[parent, side]
-    while at != NONE and chunks[at, PRIORITY] >= priority:
+    at = nodes[parent, side]
+    while at != NONE and _priority(at) >= priority:
         parent = at
-        side = RIGHT if _below(chunks, at, major, minor) else LEFT
-        at = chunks[parent, side]
-    chunks[parent, side] = node
+        side = RIGHT if _below(nodes, at, major, minor) else LEFT
+        at = nodes[parent, side]
+    nodes[parent, side] = node
     lower, lower_side, upper, upper_side = node, LEFT, node, RIGHT
     while at != NONE:  # what was here goes left or right of the node
-        if _below(chunks, at, major, minor):
-            chunks[lower, lower_side] = at
+        if _below(nodes, at, major, minor):
+            nodes[lower, lower_side] = at
             lower, lower_side = at, RIGHT
-            at = chunks[at, RIGHT]
+            at = nodes[at, RIGHT]
         else:
-            chunks[upper, upper_side] = at
+            nodes[upper, upper_side] = at
             upper, upper_side = at, LEFT
-            at = chunks[at, LEFT]
-    chunks[lower, lower_side] = NONE
-    chunks[upper, upper_side] = NONE
+            at = nodes[at, LEFT]
+    nodes[lower, lower_side] = NONE
+    nodes[upper, upper_side] = NONE
 
 
 @compiled
-def remove(chunks: Ints, header: int, node: int) -> None:
+def remove(nodes: Ints, header: int, node: int) -> None:
     """Take a row out of its tree."""
-    major, minor = chunks[node, MAJOR], chunks[node, MINOR]
+    major, minor = nodes[node, MAJOR], nodes[node, MINOR]
     parent, side = header, RIGHT
-    at = chunks[parent, side]
+    at = nodes[parent, side]
     while at != node:
         parent = at
-        side = RIGHT if _below(chunks, at, major, minor) else LEFT
-        at = chunks[parent, side]
-    left, right = chunks[node, LEFT], chunks[node, RIGHT]
+        side = RIGHT if _below(nodes, at, major, minor) else LEFT
+        at = nodes[parent, side]
+    left, right = nodes[node, LEFT], nodes[node, RIGHT]
     while left != NONE and right != NONE:
-        if chunks[left, PRIORITY] >= chunks[right, PRIORITY]:
-            chunks[parent, side] = left
+        if _priority(left) >= _priority(right):
+            nodes[parent, side] = left
             parent, side = left, RIGHT
-            left = chunks[left, RIGHT]
+            left = nodes[left, RIGHT]
         else:
-            chunks[parent, side] = right
+            nodes[parent, side] = right
             parent, side = right, LEFT
-            right = chunks[right, LEFT]
-    chunks[parent, side] = left if left != NONE else right
+            right = nodes[right, LEFT]
+    nodes[parent, side] = left if left != NONE else right
 
 
 @compiled
-def first_from(chunks: Ints, header: int, major: int) -> int:
+def first_from(nodes: Ints, header: int, major: int) -> int:
     """The first node whose major key is ``major`` or more, or NONE."""
-    found, at = NONE, chunks[header, RIGHT]
+    found, at = NONE, nodes[header, RIGHT]
     while at != NONE:
-        if chunks[at, MAJOR] >= major:
+        if nodes[at, MAJOR] >= major:
             found = at
-            at = chunks[at, LEFT]
+            at = nodes[at, LEFT]
         else:
-            at = chunks[at, RIGHT]
+            at = nodes[at, RIGHT]
     return found
 
 
 @compiled
-def following(chunks: Ints, header: int, node: int) -> int:
+def following(nodes: Ints, header: int, node: int) -> int:
     """The node after another one, or NONE."""
-    at = chunks[node, RIGHT]
+    at = nodes[node, RIGHT]
     if at != NONE:
-        while chunks[at, LEFT] != NONE:
-            at = chunks[at, LEFT]
+        while nodes[at, LEFT] != NONE:
+            at = nodes[at, LEFT]
         return at
-    major, minor = chunks[node, MAJOR], chunks[node, MINOR]
-    found, at = NONE, chunks[header, RIGHT]
+    major, minor = nodes[node, MAJOR], nodes[node, MINOR]
+    found, at = NONE, nodes[header, RIGHT]
     while at != node:
-        if _below(chunks, at, major, minor):
-            at = chunks[at, RIGHT]
+        if _below(nodes, at, major, minor):
+            at = nodes[at, RIGHT]
         else:
             found = at
-            at = chunks[at, LEFT]
+            at = nodes[at, LEFT]
     return found
 
 
 @compiled
-def last(chunks: Ints, header: int) -> int:
+def last(nodes: Ints, header: int) -> int:
     """The last node, or NONE."""
-    found, at = NONE, chunks[header, RIGHT]
+    found, at = NONE, nodes[header, RIGHT]
     while at != NONE:
         found = at
-        at = chunks[at, RIGHT]
+        at = nodes[at, RIGHT]
     return found
 
 
 @compiled
-def last_below(chunks: Ints, header: int, node: int) -> int:
+def last_below(nodes: Ints, header: int, node: int) -> int:
     """The node before another one, or NONE."""
-    major, minor = chunks[node, MAJOR], chunks[node, MINOR]
-    found, at = NONE, chunks[header, RIGHT]
+    major, minor = nodes[node, MAJOR], nodes[node, MINOR]
+    found, at = NONE, nodes[header, RIGHT]
     while at != NONE:
-        if _below(chunks, at, major, minor):
+        if _below(nodes, at, major, minor):
             found = at
-            at = chunks[at, RIGHT]
+            at = nodes[at, RIGHT]
         else:
-            at = chunks[at, LEFT]
+            at = nodes[at, LEFT]
     return found
 
 
 @compiled
-def _below(chunks: Ints, node: int, major: int, minor: int) -> bool:
-    own = chunks[node, MAJOR]
-    return bool(own < major or (own == major and chunks[node, MINOR] < minor))
+def _below(nodes: Ints, node: int, major: int, minor: int) -> bool:
+    own = nodes[node, MAJOR]
+    return bool(own < major or (own == major and nodes[node, MINOR] < minor))
