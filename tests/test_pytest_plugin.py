@@ -151,7 +151,7 @@ def test_a_failure_shows_the_account_and_the_line(shown: str) -> None:
     assert "over the limit of 19.07 MiB" in text
     assert "on the made-up a100-80gb; peaks: requested" in text
     assert re.search(r"4\.00 MiB  parameter", text) and "live at the peak, by line:" in text
-    assert re.search(r"64\.00 MiB +2 blocks .*test_memory.py:\d+ test_over", text)
+    assert re.search(r"40\.13 MiB +4 blocks .*test_memory.py:\d+ test_over", text)
 
 
 def test_out_of_memory_is_the_tests_own_error(shown: str) -> None:

@@ -42,9 +42,8 @@ def test_diagnose_ends_by_the_severity_that_was_asked_for(
     assert "history.append(value.detach().cpu())" in shown
     assert run(capsys, "diagnose", trace, "--fail-on", "warning")[0] == 3
     assert run(capsys, "diagnose", trace, "--fail-on", "never")[0] == 0
-    assert (
-        run(capsys, "diagnose", trace, "--fail-on", "info", "--set", "LEAK_MONOTONIC.least_steps=99")[0] == 0
-    )
+    words = ("diagnose", trace, "--fail-on", "warning", "--set", "LEAK_MONOTONIC.least_steps=99")
+    assert run(capsys, *words)[0] == 0
 
 
 def test_diagnose_as_json_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +105,8 @@ def test_check_runs_scripts_and_workloads_on_a_made_up_gpu(
 
 def dry_run_result(size: int, **known: int) -> DryRunResult:
     return DryRunResult(
-        gpu="a100-80gb", torch="2.14.1", peak_requested_bytes=size, peak_allocated_bytes=size, peak_reserved_bytes=size,
+        gpu="a100-80gb", torch="2.14.1", peak_requested_bytes=size, peak_allocated_bytes=size,
+        peak_reserved_bytes=size,
         context_bytes=0, device_total_bytes=size, nvml_total_bytes=80 << 30, runtime_total_bytes=79 << 30,
         event_count=0, wall_seconds=1.0, **known,  # type: ignore[arg-type]
     )  # fmt: skip
