@@ -158,3 +158,14 @@ def _let_views_through() -> Any:
 
 def _only_aliases(returned: Any) -> bool:
     return returned.alias_info is not None and not returned.alias_info.is_write
+
+
+@contextlib.contextmanager
+def standing_back() -> Iterator[None]:
+    """Inside, operations of this thread are not intercepted: what they take without it can be measured."""
+    was_on = _key_is_on(_KEY)
+    _set_key(_KEY, False)
+    try:
+        yield
+    finally:
+        _set_key(_KEY, was_on)
