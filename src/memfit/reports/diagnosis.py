@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,12 +13,12 @@ from rich.text import Text
 from memfit.analysis.chain import Chain
 from memfit.analysis.diagnosis import Diagnosis
 from memfit.analysis.difference import Change, Difference
-from memfit.analysis.findings import Advice, Finding, Severity
+from memfit.analysis.findings import SEVERITIES
 from memfit.analysis.peaks import FIGURES, Figure, LimitCheck
 from memfit.analysis.rules import Rule
 from memfit.core.units import format_bytes
+from memfit.reports.findings import findings_text
 
-STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 CHAIN_WORDS = {
     "reserved": "reserved peak, PyTorch's allocator replayed",
     "needed": "least memory with which the run goes through",
@@ -46,8 +46,8 @@ def diagnosis_text(diagnosis: Diagnosis) -> RenderableType:
         Text.assemble((", ".join(case.names) or "this case", "bold"), f"{peak}{phase}"),
         Text(f"{len(diagnosis.looked)} rules looked, {len(diagnosis.findings)} findings", style="dim"),
     ]
-    for finding in diagnosis.findings:
-        parts += ["", *_finding(finding)]
+    if diagnosis.findings:
+        parts += ["", findings_text(diagnosis.findings, by_rule=True)]
     if diagnosis.chain.steps:
         parts += [
             "",
@@ -57,41 +57,6 @@ def diagnosis_text(diagnosis: Diagnosis) -> RenderableType:
     notes = case.recording.notes if case.recording is not None else ()
     parts += [Text(note, style="dim") for note in notes]
     return Group(*parts, "", _verdict(diagnosis))
-
-
-def _finding(finding: Finding) -> list[RenderableType]:
-    head = Text.assemble(
-        (finding.severity, STYLES[finding.severity]),
-        "  ",
-        (finding.rule, "bold"),
-        (f"  (confidence {finding.confidence})", "dim"),
-    )
-    body: list[RenderableType] = [Text(finding.summary, style="bold")]
-    if finding.where:
-        body.append(Text.assemble(("at ", "dim"), finding.where))
-    body.append(_lines(finding.evidence))
-    for advice in finding.advice:
-        body += ["", *_advice(advice)]
-    return [head, _indented(Group(*body))]
-
-
-def _advice(advice: Advice) -> list[RenderableType]:
-    parts: list[RenderableType] = [Text.assemble(("→ ", "green"), advice.action)]
-    if advice.typed:
-        parts.append(Padding(Text(advice.typed, style="bold"), (0, 0, 0, 4)))
-    facts = [
-        f"saves {format_bytes(advice.saving_bytes)}" if advice.saving_bytes else "",
-        f"costs {advice.cost}"
-        if advice.cost and advice.cost != "none"
-        else "costs nothing"
-        if advice.cost
-        else "",
-    ]
-    told = "; ".join(fact for fact in facts if fact)
-    for text in (told, advice.risks or ""):
-        if text:
-            parts.append(Padding(Text(text, style="dim"), (0, 0, 0, 2)))
-    return parts
 
 
 def _chain(chain: Chain) -> RenderableType:
@@ -109,7 +74,8 @@ def _verdict(diagnosis: Diagnosis) -> Text:
     if not diagnosis.findings:
         return Text("Nothing found.", style="bold green")
     counts = {
-        severity: sum(finding.severity == severity for finding in diagnosis.findings) for severity in STYLES
+        severity: sum(finding.severity == severity for finding in diagnosis.findings)
+        for severity in reversed(SEVERITIES)
     }
     told = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
     saving = diagnosis.total_saving_bytes
@@ -206,15 +172,6 @@ def _table(*columns: tuple[str, str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for heading, justify in columns:
         table.add_column(heading, justify=justify, no_wrap=justify == "right", overflow="fold")  # type: ignore[arg-type]
-    return table
-
-
-def _lines(sentences: Iterable[str]) -> RenderableType:
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(width=1)
-    table.add_column()
-    for sentence in sentences:
-        table.add_row("·", Text(sentence))
     return table
 
 

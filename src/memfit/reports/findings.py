@@ -36,19 +36,26 @@ _SURE: dict[Confidence, str] = {"high": "sure", "medium": "likely", "low": "a gu
 _TYPED_INDENT = 7
 
 
-def findings_text(findings: Sequence[Finding], *, most_advice: int = 4) -> RenderableType:
-    """All findings, one after another; at most `most_advice` pieces of advice each."""
+def findings_text(
+    findings: Sequence[Finding], *, most_advice: int = 4, by_rule: bool = False
+) -> RenderableType:
+    """All findings, one after another; at most `most_advice` pieces of advice each.
+
+    Args:
+        by_rule: head each by its rule's id, instead of its verdict.
+    """
     parts: list[RenderableType] = []
     for place, finding in enumerate(findings):
         if place:
             parts.append("")
-        parts += _finding(finding, most_advice)
+        parts += _finding(finding, most_advice, by_rule)
     return Group(*parts)
 
 
-def _finding(finding: Finding, most_advice: int) -> list[RenderableType]:
+def _finding(finding: Finding, most_advice: int, by_rule: bool) -> list[RenderableType]:
     style = _STYLES[finding.severity]
     title = VERDICT_WORDS[finding.verdict] if finding.verdict else finding.rule.replace("_", " ").capitalize()
+    title = finding.rule if by_rule else title
     head = Text.assemble((f"{_MARKS[finding.severity]} ", f"bold {style}"), (title, f"bold {style}"))
     head.append(f"  {_SURE[finding.confidence]}", style="dim")
     if finding.where:

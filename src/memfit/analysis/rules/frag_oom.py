@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memfit.allocators.shortage import Shortage
+from memfit.allocators.lab import replay
+from memfit.allocators.shortage import Pinned, Shortage
 from memfit.analysis.edits import Edit
 from memfit.analysis.evidence import Evidence, Need
 from memfit.analysis.findings import Advice
@@ -48,10 +49,10 @@ class FragOom(Rule):
     most_pinning_lines: int = 3
 
     def look(self, case: Evidence) -> Iterator[Found]:
-        replay = case.replay
-        if replay is None or not replay.shortages:
+        replayed = case.replay
+        if replayed is None or not replayed.shortages:
             return
-        shortage = replay.shortages[0]
+        shortage = replayed.shortages[0]
         if shortage.is_layout and shortage.usable_free_bytes >= shortage.failure.requested_bytes:
             yield self._fragmented(case, shortage)
         else:
@@ -78,12 +79,6 @@ class FragOom(Rule):
 
     def _fragmented(self, case: Evidence, shortage: Shortage) -> Found:
         request, failure = format_bytes(shortage.failure.requested_bytes), shortage.failure
-        pinned = [
-            f"{format_bytes(pin.free_bytes)} free in a segment of {format_bytes(pin.size_bytes)}, kept by "
-            f"{format_bytes(pin.live_bytes)} at {pin.blocks[0][1] or 'an unknown place'}"
-            for pin in shortage.pinned[: self.most_pinning_lines]
-            if pin.blocks
-        ]
         stranded = sum(pin.free_bytes for pin in shortage.pinned)
         saving = min(stranded, failure.requested_bytes)
         unsafe = unsafe_reasons(case)
@@ -102,8 +97,35 @@ class FragOom(Rule):
             severity="error",
             confidence="high",
             verdict="fragmentation",
-            evidence=[*shortage.sentences(), *pinned, *(f"Not expandable segments: {why}." for why in safe)],
+            evidence=[
+                *shortage.sentences(),
+                *pinned_lines(shortage.pinned, self.most_pinning_lines),
+                *([self._tried(case, settings)] if usable else []),
+                *(f"Not expandable segments: {why}." for why in safe),
+            ],
             size_bytes=stranded,
             advice=[expandable_advice(case, saving_bytes=saving), warm_up] if usable else [warm_up],
             edit=Edit(settings=settings) if usable else None,
         )
+
+    def _tried(self, case: Evidence, settings: str) -> str:
+        """What the same events do with expandable segments."""
+        assert case.recording is not None
+        fits = replay(case.recording, settings=settings, compare=False, policies=()).fits
+        end = "go through" if fits else "still run out of memory: it is not enough by itself"
+        return f"With expandable segments the same events {end}."
+
+
+def pinned_lines(pinned: Sequence[Pinned], most: int) -> list[str]:
+    """The lines whose blocks keep the most free bytes, with their segments together."""
+    sums: dict[str, list[int]] = {}
+    for pin in pinned:
+        where = (pin.blocks[0][1] if pin.blocks else "") or "an unknown place"
+        entry = sums.setdefault(where, [0, 0, 0])
+        for place, amount in enumerate((1, pin.free_bytes, pin.live_bytes)):
+            entry[place] += amount
+    ordered = sorted(sums.items(), key=lambda item: -item[1][1])
+    return [
+        f"{format_bytes(free)} free in {count} segments, kept by {format_bytes(live)} at {where}"
+        for where, (count, free, live) in ordered[:most]
+    ]
