@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from memfit.core.units import format_bytes
@@ -23,6 +23,7 @@ Reason = tuple[Confidence, str]
 
 NOT_COMPUTED = "the values of"
 KEPT = "kept:"
+_PROFILING = "cupti"  # these calls would only have told about the run
 NO_EFFECT = ("the beginning of the run in the trace", NOT_COMPUTED, KEPT)
 """Notes that say nothing about memory."""
 
@@ -45,11 +46,24 @@ def _reasons(result: DryRunResult) -> Iterator[Reason]:
     yield from _estimates(result)
     yield from _interval(result)
     for note in result.not_modelled:
-        if note.startswith("CUDA library calls"):
-            if "cupti" not in note or "," in note:
-                yield "low", note
-        elif not note.startswith(NO_EFFECT) and note != TAKEN_AS_EXPECTED:
-            yield "medium", note
+        level = level_of_note(note)
+        if level is not None:
+            yield level, note
+
+
+def level_of_note(note: str) -> Confidence | None:
+    """The best level that something not modelled allows; None: it says nothing about the peak."""
+    if note.startswith("CUDA library calls"):
+        calls = note.partition(": ")[2].split(", ")
+        return None if all(call.startswith(_PROFILING) for call in calls) else "low"
+    return None if note.startswith(NO_EFFECT) or note == TAKEN_AS_EXPECTED else "medium"
+
+
+def judge(notes: Sequence[str], reads: int) -> Confidence:
+    """The level that follows from what was not modelled and how many values were made up, if no more is
+    known."""
+    levels = [level for level in map(level_of_note, notes) if level is not None]
+    return max([*levels, "high" if reads else "exact"], key=_LEVELS.index)
 
 
 def _estimates(result: DryRunResult) -> Iterator[Reason]:
@@ -63,8 +77,10 @@ def _interval(result: DryRunResult) -> Iterator[Reason]:
     steering = {read.site for read in result.value_reads if read.steers == "yes"}
     interval = result.interval
     if interval is None:
-        if steering:
-            yield "medium", f"{len(steering)} places read values that are not known and steer the script"
+        places = {(read.file, read.line) for read in result.value_reads if read.steers != "no"}
+        if places:
+            level: Confidence = "medium" if steering else "high"
+            yield level, f"{len(places)} places read values that are not known; no other answer was tried"
         return
     width = interval.reserved.high_bytes - interval.reserved.low_bytes
     if steering:

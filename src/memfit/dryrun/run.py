@@ -11,6 +11,7 @@ from typing import Any, Literal
 from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import UsageError
 from memfit.core.workload import Workload
+from memfit.dryrun.confidence import with_confidence
 from memfit.dryrun.launcher import run_script
 from memfit.dryrun.result import DryRunResult
 from memfit.dryrun.worker import Worker, preload_for
@@ -80,4 +81,4 @@ def _run_workload(target: Workload | str, gpu: GPU, steps: int, trace: str | Non
             categories=True,
             trace_path=trace,
         )
-    return DryRunResult.from_measure(figures)
+    return with_confidence(DryRunResult.from_measure(figures))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.core.units import format_bytes, format_seconds
+from memfit.dryrun.confidence import judge
 from memfit.planning.figures import StepFigures, Verified
 from memfit.planning.plan import FitResult
 
@@ -148,7 +149,10 @@ def _differences(verified: Verified) -> str:
 
 def to_mind(result: FitResult) -> tuple[str, ...]:
     """What limits the result: notes, what was not modelled, and values that had to be made up."""
-    not_modelled = (f"Not modelled: {text}" for text in result.not_modelled)
+    not_modelled = [f"Not modelled: {text}" for text in result.not_modelled]
+    if result.engine == "dryrun" and (result.not_modelled or result.value_reads):
+        level = judge(result.not_modelled, len(result.value_reads))
+        not_modelled.insert(0, f"Confidence in the memory figures: {level} (what follows says why)")
     return (*result.notes, *not_modelled, *(_value_read(read) for read in result.value_reads))
 
 
