@@ -265,7 +265,16 @@ class _Trials:
         )
 
     def _together(self, advice: Sequence[Recommendation]) -> Recommendation | None:
-        """The best of each technique on top of each other, as long as the peak falls (and is too high)."""
+        """Several at once: in the order of their rank, and where that does not fit, the strongest."""
+        stacked = self._stacked(advice)
+        if stacked is not None and stacked.figures.peak_reserved_bytes > self._budget:
+            strongest = self._stacked(sorted(advice, key=lambda row: (-row.saving_bytes, row.name)))
+            assert strongest is not None
+            stacked = max(stacked, strongest, key=self._saving)
+        return None if stacked is None or len(stacked.techniques) < 2 else self._advice(stacked)
+
+    def _stacked(self, advice: Sequence[Recommendation]) -> _Trial | None:
+        """One setting of each technique on top of the others, as long as the peak falls (and is too high)."""
         chosen: _Trial | None = None
         least = LEAST_SHARE * self._plain.figures.peak_reserved_bytes
         used: set[str] = set()
@@ -282,9 +291,9 @@ class _Trials:
             if chosen is None or self._saving(trial) >= self._saving(chosen) + least:
                 chosen = trial
                 used.add(str(settings["technique"]))
-            if self._saving(chosen) and self._fits_only_now(chosen):
+            if self._fits_only_now(chosen):
                 break
-        return None if chosen is None or len(chosen.techniques) < 2 else self._advice(chosen)
+        return chosen
 
     def _fits_only_now(self, trial: _Trial) -> bool:
         plain = self._plain.figures.peak_reserved_bytes
