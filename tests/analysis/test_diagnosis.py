@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -258,3 +259,12 @@ def test_held_blocks_are_part_of_the_trace() -> None:
         isinstance(case.trace, Trace)
         and case.bytes_at_peak(case.category_mask("parameter")) == LAYERS * 8 * MIB
     )
+
+
+def test_the_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "diagnose_run.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "LEAK_MONOTONIC at train.py:31 step" in shown and "all the advice saves 512.00 MiB" in shown

@@ -22,7 +22,8 @@ from memfit.core.errors import MemfitError
 HELP = "Know, plan and prove the GPU memory of a PyTorch job before a GPU is rented."
 EXIT_CODES = (
     "Exit codes: 0 done, and it fits · 1 the script failed, or a run-time error · 2 usage · "
-    "4 does not fit, or no plan · 5 unreadable input · 6 cannot run here · 130 Ctrl-C."
+    "3 findings, or over a limit · 4 does not fit, or no plan · 5 unreadable input · 6 cannot run here · "
+    "130 Ctrl-C."
 )
 
 

@@ -28,7 +28,7 @@ class FragPinned(Rule):
         least_segment_bytes: smaller segments are left out.
         most_live_share: a segment counts as pinned below this share of live bytes.
         least_stranded_bytes, least_stranded_share: what has to be stranded in all (of what is reserved).
-        most_named: how many segments are named.
+        most_named: how many lines are named.
     """
 
     number: ClassVar[int] = 2
@@ -61,11 +61,7 @@ class FragPinned(Rule):
         if stranded < max(self.least_stranded_bytes, self.least_stranded_share * reserved):
             return
         pinned.sort(key=lambda pin: pin.live_bytes - pin.size_bytes)
-        lines = [
-            f"{format_bytes(pin.size_bytes)} kept by {format_bytes(pin.live_bytes)} at "
-            f"{pin.where or 'an unknown place'}"
-            for pin in pinned[: self.most_named]
-        ]
+        lines = _by_line(pinned, self.most_named)
         total = (
             f"{len(pinned)} segments with {share(stranded, reserved)} of {format_bytes(reserved)} reserved"
         )
@@ -133,3 +129,17 @@ class FragPinned(Rule):
             if number in keys
         }
         return Edit(windows=windows)
+
+
+def _by_line(pinned: list[_Pin], most: int) -> list[str]:
+    """The lines whose blocks keep the most free bytes, with their segments together."""
+    sums: dict[str, list[int]] = {}
+    for pin in pinned:
+        entry = sums.setdefault(pin.where or "an unknown place", [0, 0, 0])
+        for place, amount in enumerate((1, pin.size_bytes, pin.live_bytes)):
+            entry[place] += amount
+    ordered = sorted(sums.items(), key=lambda item: item[1][2] - item[1][1])
+    return [
+        f"{count} segments of {format_bytes(size)} in all kept by {format_bytes(live)} at {where}"
+        for where, (count, size, live) in ordered[:most]
+    ]
