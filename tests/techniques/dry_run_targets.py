@@ -97,3 +97,55 @@ def allocator_settings() -> dict[str, Any]:
     undo(model)
     look("undone")
     return seen
+
+
+class Deep:
+    """Twelve wide layers on the made-up GPU: the plain step does not fit 8 GB, a piece of it does."""
+
+    def __init__(self) -> None:
+        layers = [torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.GELU()) for _ in range(12)]
+        self.model = torch.nn.Sequential(*layers).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+
+    def guarded(self, samples: int, steps: int) -> dict[str, Any]:
+        """Steps under `memfit.guard`: what it did, and the peak of what was reserved."""
+        from memfit import guard, training_step
+
+        step = guard(training_step(self.model, self.optimizer, _mean_square))
+        settings = []
+        for _ in range(steps):
+            step(torch.zeros(samples, 2048, device="cuda"))
+            settings.append(str(step.setting))
+        return {
+            "settings": settings,
+            "whats": [event.what for event in step.log],
+            "reason": step.log[0].reason,
+            "peak_bytes": torch.cuda.max_memory_reserved(),
+            "total_bytes": torch.cuda.mem_get_info()[1],
+        }
+
+    def batch_size(self) -> dict[str, Any]:
+        """What `memfit.find_batch_size` finds, and whether the size after it runs out of memory."""
+        from memfit import find_batch_size
+
+        found = find_batch_size(
+            self.model,
+            self.optimizer,
+            _mean_square,
+            lambda size: torch.zeros(size, 2048, device="cuda"),
+            margin=0.0,
+            start=1024,
+            multiple_of=1024,
+        )
+        next_bytes = min(t.peak_bytes or 2**60 for t in found.tried if t.batch_size > found.batch_size)
+        return {
+            "batch_size": found.batch_size,
+            "peak_bytes": found.peak_bytes,
+            "limit_bytes": found.limit_bytes,
+            "next_bytes": next_bytes,
+            "state": len(self.optimizer.state),
+        }
+
+
+def _mean_square(model: Any, batch: Any) -> Any:
+    return model(batch).square().mean()

@@ -39,6 +39,7 @@ class StepState:
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._backups: list[TrainingState] = []
         self._random: _RandomState | None = None
+        self._scale_back: Undo | None = None
         self.stepped_without_backup = False
 
     def watch(self) -> Undo:
@@ -61,6 +62,8 @@ class StepState:
             (p, None if p.grad is None else p.grad.detach().to("cpu", copy=True))
             for p in self._model.parameters()
         ]
+        mp = mixed_precision_of(self._model)
+        self._scale_back = None if mp is None else mp.remembered()
         self._backups, self.stepped_without_backup = [], False
 
     def end(self) -> None:
@@ -78,6 +81,7 @@ class StepState:
     def forget(self) -> None:
         """The step is over, one way or another: what was noted is let go."""
         self._buffers, self._gradients, self._backups, self._random = {}, [], [], None
+        self._scale_back = None
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -91,9 +95,8 @@ class StepState:
             backup.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        mp = mixed_precision_of(self._model)
-        if mp is not None:
-            mp.forget_gradients()
+        if self._scale_back is not None:
+            self._scale_back()
         self._backups = []
 
     def _step(self, optimizer: Optimizer, inner: Inner, closure: Closure) -> Any:

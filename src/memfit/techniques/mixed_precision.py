@@ -224,6 +224,10 @@ class MixedPrecisionTraining(Technique):
         """The gradients of now do not count: the step that they were for runs again from its start."""
         self._run().forget_gradients()
 
+    def remembered(self) -> Undo:
+        """Gives back what puts the loss scale back as it is now, for a step that runs again."""
+        return self._run().remembered()
+
     def state_dict(self) -> dict[str, Any]:
         """The loss scale for a checkpoint; empty for bf16."""
         scale = self._run().scale

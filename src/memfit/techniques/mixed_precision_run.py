@@ -9,6 +9,7 @@ that is found at the step.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -213,6 +214,18 @@ class MixedPrecisionRun:
         """Starts every optimizer's step anew."""
         for member in self._living():
             member.done()
+
+    def remembered(self) -> Undo:
+        """Gives back what puts the scale back as it is now, and starts every optimizer's step anew."""
+        before = copy.deepcopy(vars(self.scale)) if self.scale is not None else {}
+
+        def put_back() -> None:
+            if self.scale is not None:
+                vars(self.scale).update(copy.deepcopy(before))
+            self._overflow_waits = False
+            self.forget_gradients()
+
+        return put_back
 
     def optimizers(self) -> list[Optimizer]:
         """The optimizers whose steps are in order now."""
