@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import memfit
 from memfit.allocators.lab import replay
@@ -18,6 +20,8 @@ from memfit.analysis.findings import Finding
 from memfit.core.errors import InputError, UsageError
 from memfit.core.units import parse_bytes
 from memfit.formats import read_trace
+from memfit.reports.findings import findings_text
+from memfit.reports.text import to_text
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = DATA / "cases"
@@ -156,6 +160,10 @@ def test_messages_of_all_kinds(row: Mapping[str, str]) -> None:
     """Messages as public reports have them, alone and amid the noise of a log."""
     found = memfit.explain(row["text"])
     assert found.verdict == row["verdict"], found[0]
+    typed = [
+        line for finding in found for advice in finding.advice for line in str(advice.typed).splitlines()
+    ]
+    assert max(map(len, typed), default=0) <= 92, "a line to copy is not broken at 100 columns"
     assert found[0].evidence and (
         found[0].advice or found[0].severity != "error" or row["name"] == "recursion"
     )
@@ -181,6 +189,27 @@ def test_never_fragmentation_beyond_the_capacity(row: Mapping[str, str]) -> None
     if found.verdict == "fragmentation":
         assert fields["needed_bytes"] + fields["outside_bytes"] <= fields["total_bytes"] * 1.002
         assert fields["requested_bytes"] > fields["free_bytes"]
+
+
+AMOUNTS = st.sampled_from(["0", "0.00", "1", "99999999", "17179869184.00", "-5", "3.99", "12.50"])
+
+
+@given(
+    st.sampled_from(MESSAGES), st.sampled_from(MESSAGES), st.lists(AMOUNTS, max_size=9), st.integers(0, 300)
+)
+def test_any_numbers_are_judged(
+    row: Mapping[str, str], other: Mapping[str, str], amounts: list[str], cut: int
+) -> None:
+    """Amounts replaced by impossible ones, a second message behind, a part cut out: an answer, no error."""
+    left = iter(amounts)
+    text = re.sub(r"\d+(?:\.\d+)?", lambda match: next(left, match[0]), row["text"])
+    found = memfit.explain(f"{text[:cut]}{text[cut + 7 :]}\n{other['text']}")
+    assert all(finding.evidence and finding.summary for finding in found)
+    json.dumps(found.to_json())
+    to_text(findings_text(found.findings), width=100)
+    fields = found.fields
+    if found[0].rule == "oom_message" and found.verdict == "fragmentation" and "total_bytes" in fields:
+        assert fields["needed_bytes"] <= fields["total_bytes"]
 
 
 def test_ranks_are_named_and_counted_once() -> None:

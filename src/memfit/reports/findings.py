@@ -1,6 +1,6 @@
 """Findings as text: what happened, on what evidence, and what to type, the main one first.
 
-`memfit explain` and `memfit diagnose` print with this; what is typed is not wrapped, so it can be copied.
+`memfit explain` and `memfit diagnose` print with this. What is typed stands alone on its lines, to be copied.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ def _typed(line: str, advice: Advice) -> Text:
     style = "bold"
     if advice.kind == "diff":
         style = "green" if line.startswith("+") else "red" if line.startswith("-") else "bold"
-    return Text(line, style=style, no_wrap=True, overflow="ignore")
+    return Text(line, style=style, overflow="fold")
 
 
 def _sentence(text: str) -> str:
     """With a capital and a full stop."""
     text = text.strip()
     word = text.split(" ", 1)[0]
-    if text[:1].islower() and word.replace("'", "").isalpha() and " " in text:
+    if word.islower() and word.replace("'", "").isalpha() and " " in text:
         text = text[:1].upper() + text[1:]
     return text if text.endswith((".", "!", "?", "…", ":")) else f"{text}."

@@ -178,12 +178,22 @@ _STATUS_NOTES = {
     "BAD_PARAM": "the library got parameters that it cannot use",
     "MAPPING_ERROR": "the library could not map its memory; an earlier fault is the usual reason",
 }
+_LIBRARIES = {
+    "CUBLAS": "cuBLAS",
+    "CUDNN": "cuDNN",
+    "CUSOLVER": "cuSOLVER",
+    "CUSPARSE": "cuSPARSE",
+    "CUFFT": "cuFFT",
+}
 _MEMORY_STATUSES = ("ALLOC_FAILED", "NOT_INITIALIZED", "INTERNAL_ERROR")
 
 
 def explain_status(message: Message, clues: Clues) -> Finding:
     """A status of cuBLAS, cuDNN and the like."""
-    status, library = message.words["status"], message.words["library"]
+    status, library = (
+        message.words["status"],
+        _LIBRARIES.get(message.words["library"], message.words["library"]),
+    )
     note = _STATUS_NOTES.get(status, f"the library answered {status}")
     fault = next((m for m in clues.messages if m.kind in ("device-assert", "illegal-access")), None)
     nan_index = "an index out of range in a kernel before it (labels, token ids) gives the same symptom"

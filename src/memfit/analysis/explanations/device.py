@@ -25,6 +25,7 @@ NEAR_BYTES = 256 * MIB
 LEAST_SHARE = 0.10
 LARGE_SHARE = 0.25
 MOST_SHARE = 0.4
+POOL_SHARE = 0.15
 LEAST_OTHERS_BYTES = 512 * MIB
 STRAY_BYTES = range(150 * MIB, 1600 * MIB)
 QUADRATIC_BYTES = 8 * GIB
@@ -55,7 +56,7 @@ class Case:
             severity="error",
             confidence=confidence,
             summary=summary,
-            evidence=(*evidence, *_sources(self.at)),
+            evidence=(*evidence, *_pool_lines(self.at), *_slice_lines(self.clues), *_sources(self.at)),
             bytes=self.at.requested_bytes if size is None else size,
             where=where_of(self.message),
             advice=tuple(advice),
@@ -70,6 +71,23 @@ def explain_device(message: Message, clues: Clues) -> Finding:
         if finding is not None:
             return finding
     return _cut_short(case)
+
+
+def _pool_lines(at: Situation) -> list[str]:
+    """Memory that CUDA graphs keep for themselves."""
+    pools, reserved = at.private_pool_bytes or 0, at.reserved_bytes or 0
+    if pools < POOL_SHARE * reserved or not reserved:
+        return []
+    return [
+        f"{format_bytes(pools)} of it are in private pools (CUDA graphs), which nothing else can use: every "
+        "recorded shape keeps its own (torch.compile(dynamic=True), or record fewer shapes)"
+    ]
+
+
+def _slice_lines(clues: Clues) -> list[str]:
+    if not any(device.mig for device in clues.devices):
+        return []
+    return ["the GPU is partitioned (MIG): the total is that of the job's slice, not of the card"]
 
 
 def _sources(at: Situation) -> list[str]:
@@ -228,6 +246,8 @@ def _in_pieces(case: Case) -> Finding | None:
     reserved = at.reserved_bytes or 0
     if at.requested_bytes > at.free_bytes + at.unallocated_bytes:
         return None
+    if at.total_bytes is not None and (at.needed_bytes or 0) > at.total_bytes:
+        return None
     if at.foreign_bytes > max(reserved, MOST_SHARE * (at.total_bytes or 0)):
         return None  # most of the device is somebody else's: that comes first
     if at.unallocated_bytes < LEAST_SHARE * reserved and at.unallocated_bytes < max(GIB, 0.04 * reserved):
@@ -350,9 +370,9 @@ def _full(case: Case) -> Finding | None:
         return None
     reserved = at.reserved_bytes or at.allocated_bytes or 0
     over = (at.needed_bytes or 0) + min(at.outside_bytes or 0, CONTEXT_BYTES) > (at.total_bytes or 0)
+    held = at.this_process_bytes or reserved
     summary = (
-        f"the GPU is full: {format_bytes(reserved)} of {format_bytes(at.total_bytes or 0)} is this "
-        f"process's, and "
+        f"this process holds {format_bytes(held)} of the GPU's {format_bytes(at.total_bytes or 0)}, and "
         f"{format_bytes(at.requested_bytes)} more do not fit"
     )
     return case.finding(
@@ -371,11 +391,11 @@ def _full_lines(at: Situation) -> list[str]:
         whole = "" if at.total_bytes is None else f" on a device of {format_bytes(at.total_bytes)}"
         lines.append(f"live tensors and the request are {needed}{whole}")
     if at.free_bytes is not None and at.requested_bytes is not None:
-        lines.append(
-            f"{format_bytes(at.free_bytes)} are free, "
-            f"{format_bytes(max(at.requested_bytes - at.free_bytes, 0))} "
-            "less than was asked for"
+        missing = at.requested_bytes - at.free_bytes
+        less = (
+            f"{format_bytes(missing)} less than was asked for" if missing > 0 else "about what was asked for"
         )
+        lines.append(f"{format_bytes(at.free_bytes)} are free, {less}; the driver keeps a little for itself")
     if at.unallocated_bytes is not None:
         lines.append(
             f"only {format_bytes(at.unallocated_bytes)} of the reserved memory is unused: how the "

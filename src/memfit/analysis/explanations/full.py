@@ -34,6 +34,8 @@ def phase_line(message: Message) -> list[str]:
 
 def advice_for_phase(message: Message, clues: Clues) -> list[Advice]:
     """The changes that lower this peak, the one with the least cost first."""
+    if any("vllm" in line for line in message.before):
+        return [_server(), remedies.smaller_model()]
     phase = read_place(message.before).phase
     first = {
         "loading a checkpoint": [remedies.load_on_cpu()],
@@ -50,6 +52,17 @@ def advice_for_phase(message: Message, clues: Clues) -> list[Advice]:
         return [*first, _smaller_batch(), remedies.dry_run()]
     general = [remedies.half_precision(), remedies.micro_batches(), remedies.checkpointing(clues)]
     return [*first, *general, remedies.dry_run()]
+
+
+def _server() -> Advice:
+    return Advice(
+        action="leave vLLM more room beside its cache: fewer requests at once, fewer tokens at a time, a "
+        "smaller share",
+        typed="vllm serve MODEL --max-num-seqs 64 --gpu-memory-utilization 0.85",
+        kind="shell",
+        cost="less throughput under load",
+        source="https://docs.vllm.ai/en/latest/configuration/conserving_memory/",
+    )
 
 
 def _smaller_batch() -> Advice:

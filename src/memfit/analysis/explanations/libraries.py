@@ -109,8 +109,8 @@ def _library_advice(message: Message, limited: bool) -> tuple[Advice, ...]:
         return (
             Advice(
                 action="raise the arena's limit, and let it grow by what is asked for",
-                typed="providers=[('CUDAExecutionProvider', {'gpu_mem_limit': 8 << 30, "
-                "'arena_extend_strategy': 'kSameAsRequested'})]",
+                typed="options = {'gpu_mem_limit': 8 << 30, 'arena_extend_strategy': 'kSameAsRequested'}\n"
+                "providers = [('CUDAExecutionProvider', options)]",
                 kind="python",
             ),
         )

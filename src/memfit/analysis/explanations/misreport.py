@@ -113,9 +113,9 @@ def _real_capacity(clues: Clues) -> tuple[int | None, str]:
 def _advice(message: Message) -> list[Advice]:
     hip = message.framework == "pytorch (ROCm)"
     look = (
-        "cat /sys/class/drm/card*/device/mem_info_vram_total /sys/class/drm/card*/device/mem_info_gtt_total"
+        "grep . /sys/class/drm/card*/device/mem_info_{vram,gtt}_total"
         if hip
-        else 'python -c "import torch; print(torch.cuda.mem_get_info(), torch.cuda.get_device_properties(0))"'
+        else 'python -c "import torch; print(torch.cuda.mem_get_info())"'
     )
     advice = [
         Advice(action="compare what the kernel and what the runtime say", typed=look, kind="shell"),

@@ -13,6 +13,9 @@ CONTEXT_BYTES = 1 << 30
 """What a CUDA context, torch's kernels and library handles take at the most on common GPUs: up to 1 GiB of
 what is outside the allocator is this process's own."""
 LIKELY_OWN_BYTES = 1536 << 20
+"""By how much a process may hold more than its allocator reserved: its context, libraries, NCCL."""
+DRIVER_BYTES = 512 << 20
+"""What driver and desktop take of a GPU beside all processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,8 @@ class Situation:
         if self.others_bytes is not None:
             return self.others_bytes
         if self.this_process_bytes is not None and self.total_bytes is not None:
-            return max(self.total_bytes - (self.free_bytes or 0) - self.this_process_bytes, 0)
+            rest = self.total_bytes - (self.free_bytes or 0) - self.this_process_bytes
+            return max(rest - DRIVER_BYTES, 0)
         return max((self.outside_bytes or 0) - CONTEXT_BYTES, 0)
 
     @property
