@@ -69,7 +69,10 @@ def judge(notes: Sequence[str], reads: int) -> Confidence:
 def _estimates(result: DryRunResult) -> Iterator[Reason]:
     total = sum(result.estimates.values())
     if result.estimates:
-        named = ", ".join(f"{name} {format_bytes(size)}" for name, size in result.estimates.items())
+        named = ", ".join(
+            f"{name} {format_bytes(size) if size else 'not counted'}"
+            for name, size in result.estimates.items()
+        )
         yield _by_share(total, result), f"sizes by a rule, not by the library itself: {named}"
 
 

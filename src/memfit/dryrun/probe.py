@@ -15,7 +15,7 @@ from memfit.core.units import format_bytes
 from memfit.dryrun import frames
 from memfit.dryrun.assumptions import true_values
 from memfit.dryrun.confidence import NOT_COMPUTED, TAKEN_AS_EXPECTED
-from memfit.dryrun.devices import unknown_calls
+from memfit.dryrun.devices import estimates, unknown_calls
 from memfit.dryrun.history import History, Observations, PhaseChange, Position, read_history
 from memfit.dryrun.interception import intercept
 from memfit.dryrun.labels import Labels, op_name
@@ -156,20 +156,20 @@ class Probe:
     def not_modelled(self) -> tuple[str, ...]:
         """What the run met that the made-up GPU does not have."""
         notes = [name for name in self.unknown if name not in _CUDNN.values()]
+        workspace = estimates().get("cuDNN workspace", 0)
+        counted = f"counted as {format_bytes(workspace)}" if workspace else "not counted"
         for name in dict.fromkeys(_CUDNN.values()):
             if self.unknown[name]:
-                notes.append(
-                    f"cuDNN's workspaces ({name}, {self.unknown[name]} calls): not counted, so the peak may "
-                    "be higher"
-                )
+                calls = f"{name}, {self.unknown[name]} calls"
+                notes.append(f"cuDNN's workspaces ({calls}): {counted}, so the peak may be higher")
         if any(read.kind in ("size", "routing") for read in self.value_reads()):
             notes.append(TAKEN_AS_EXPECTED)
         if self.host is not None and self.host.count:
             which = f"{self.host.count} tensors of the host ({format_bytes(self.host.size_bytes)})"
             notes.append(f"{NOT_COMPUTED} {which}: nothing looked at them (--real-host-values computes them)")
-        calls = unknown_calls()
-        if calls:
-            notes.append(f"CUDA library calls that did nothing: {', '.join(calls)}")
+        refused = unknown_calls()
+        if refused:
+            notes.append(f"CUDA library calls that did nothing: {', '.join(refused)}")
         if max(map(len, self.recording.snapshot()["device_traces"])) >= MOST_EVENTS:
             notes.append(
                 f"the beginning of the run in the trace: it holds the last {MOST_EVENTS} events (the peaks "

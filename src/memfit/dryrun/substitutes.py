@@ -18,12 +18,14 @@ NoteMissing = Callable[[str], None]
 TUNED = "torch.compile with autotuning: the kernels that it measured and chose are arbitrary here"
 NCCL = "NCCL: the buffers of its communicators (0.5 to 0.7 GB each) are not counted"
 NCCL_ESTIMATED = "NCCL: 0.6 GB for each communicator of several ranks, an estimate (0.5 to 0.7 GB are seen)"
+GRAPHS = "CUDA graphs: what the driver takes for each is not counted (their private pools are)"
 SPAWNED = "processes that the script started itself: only its main process is measured"
 
 
 def install(note: NoteMissing) -> None:
     """Put the stand-ins in place, now or when their modules are imported."""
     _compile(note)
+    _graphs(note)
     if absent_ranks.are_absent():
         absent_ranks.install(note)
     after_import(
@@ -45,6 +47,19 @@ def _compile(note: NoteMissing) -> None:
         return original(model, **kwargs)
 
     torch.compile = compile
+
+
+def _graphs(note: NoteMissing) -> None:
+    """The private pools of CUDA graphs are PyTorch's own; what the driver takes for a graph is not known."""
+    graph = torch.cuda.graphs.CUDAGraph
+    end = graph.capture_end
+
+    @functools.wraps(end)
+    def capture_end(self: Any) -> Any:
+        note(GRAPHS)
+        return end(self)
+
+    graph.capture_end = capture_end  # type: ignore[method-assign]
 
 
 def _distributed(note: NoteMissing, module: Any) -> None:

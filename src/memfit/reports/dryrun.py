@@ -153,12 +153,10 @@ def _notes(result: DryRunResult) -> Iterable[str]:
             yield f"  {_read(reads)}"
         if len(places) > MOST_READS:
             yield f"  … and {len(places) - MOST_READS} more places (--json lists all)"
-    if result.not_modelled:
+    others = [note for note in result.not_modelled if note not in result.confidence_reasons]
+    if others:
         yield "\nNot modelled:"
-        yield from (f"  {note}" for note in result.not_modelled)
-    if result.estimates:
-        yield "\nSizes by a rule, not by the library itself (the largest of each):"
-        yield from (f"  {name}: {format_bytes(size)}" for name, size in result.estimates.items())
+        yield from (f"  {note}" for note in others)
     if result.scratch_folder is not None:
         yield f"\nThe script's files were kept away from your own, in {result.scratch_folder}"
 
