@@ -92,7 +92,7 @@ def test_fresh_recordings_replay_exactly(
 ) -> None:
     """What PyTorch's own allocator does now: whole histories, and one whose beginning is cut off."""
     from memfit.core.devices import find_gpu
-    from memfit.dryrun.launcher import run_script
+    from memfit.dryrun import run_script
 
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
     monkeypatch.chdir(tmp_path)

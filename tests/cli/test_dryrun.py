@@ -36,7 +36,7 @@ def dryrun(*words: str, folder: Path, **options: Any) -> subprocess.CompletedPro
         (["--gpu", "a100-80gb", "--steps", "0", "--", "train.py"], 2, "--steps 0"),
         (["--gpu", "a100-80gb", "--timeout", "-1", "--", "train.py"], 2, "more than 0 seconds"),
         (["--gpu", "a100-80gb", "--trace", "x.txt", "--", "train.py"], 2, "ends in .memfit-trace"),
-        (["--gpu", "a100-80gb", "--", "torchrun", "--nproc-per-node=8", "train.py"], 2, "several ranks"),
+        (["--gpu", "a100-80gb", "--world-size", "8", "--rank", "8", "--", "train.py"], 2, "ranks 0 to 7"),
         (["--", "train.py"], 2, "--gpu"),
         (["--gpu", "a100-80gb"], 2, "SCRIPT"),
     ],

@@ -38,6 +38,20 @@ def test_programs_are_understood(words: str, kind: str, target: str, arguments: 
     assert (command.kind, command.target, command.arguments) == (kind, target, arguments)
 
 
+@pytest.mark.parametrize(
+    ("words", "gpus", "count"),
+    [
+        ("torchrun train.py", 4, 1),
+        ("torchrun --nproc-per-node 4 --nnodes=2 train.py", 1, 8),
+        ("torchrun --nproc_per_node gpu train.py", 4, 4),
+        ("accelerate launch --multi_gpu --num_processes 8 --num_machines 2 train.py", 1, 8),
+    ],
+)
+def test_launchers_say_how_many_processes_there_are(words: str, gpus: int, count: int) -> None:
+    processes = parse_command(words.split()).processes
+    assert processes is not None and processes.count(gpus) == count
+
+
 def test_torchrun_sets_the_variables_of_one_rank() -> None:
     environment = parse_command(["torchrun", "train.py"]).environment
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("0", "1", "0")
@@ -58,11 +72,9 @@ def test_accelerate_passes_its_precision_on() -> None:
         ("python", UsageError, "needs a script"),
         ("python -c pass", UsageError, "put the program into a file"),
         ("-m", UsageError, "needs the name of a module"),
-        ("torchrun --nproc-per-node 4 train.py", UsageError, "several ranks are not simulated yet"),
-        ("torchrun --nnodes=2 train.py", UsageError, "several ranks are not simulated yet"),
         ("torchrun --nproc-per-node x train.py", UsageError, "not a number of processes"),
         ("torchrun --standalone", UsageError, "needs a script"),
-        ("accelerate launch --num_processes 2 train.py", UsageError, "several ranks are not simulated yet"),
+        ("accelerate launch --num_processes 3 --num_machines 2 train.py", UsageError, "do not spread evenly"),
         ("accelerate config", UsageError, "only `accelerate launch`"),
     ],
 )

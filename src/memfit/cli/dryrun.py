@@ -27,6 +27,33 @@ def dryrun(
         str,
         typer.Option("--gpu", metavar="GPU", help="A name from `memfit gpus`, or a description: 24GiB,sm89."),
     ],
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", help="How many of them the script's machine has (default: 1)."),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--world-size",
+            metavar="N",
+            help="Run the script as one rank of a job of N, a GPU each; the other ranks are absent.",
+        ),
+    ] = None,
+    rank: Annotated[
+        str | None,
+        typer.Option(
+            "--rank",
+            metavar="R",
+            help="Which rank to run, or all: every one whose memory can differ "
+            "(default: 0 of --world-size, all of torchrun's).",
+        ),
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc-per-node", metavar="N", help="Ranks, and GPUs, on each machine of the job (default: 8)."
+        ),
+    ] = None,
     steps: Annotated[
         str,
         typer.Option(
@@ -79,17 +106,24 @@ def dryrun(
 
     Needs no GPU. The script's files are written to a scratch folder, and network loggers are off.
 
+    With --world-size, or under torchrun with several processes, each rank runs by itself, with PyTorch's own
+    process groups; the figures are those of the fullest rank, and of its fullest GPU.
+
     Exit code 0 when it fits, 4 when it does not, 1 when the script itself fails, 130 when it was ended early.
     """
     from memfit.cli.output import check_output
     from memfit.core.devices import find_gpu
-    from memfit.dryrun.launcher import run_script
+    from memfit.dryrun.script import run_script
 
     check_output(snapshot, option="--snapshot", suffixes=(".pickle", ".pkl"))
     check_output(trace, option="--trace", suffixes=(".memfit-trace",))
     result = run_script(
         command,
         gpu=find_gpu(gpu),
+        gpus=gpus,
+        world_size=world_size,
+        rank=parse_rank(rank),
+        nproc_per_node=nproc_per_node,
         steps=parse_steps(steps),
         trace=trace,
         snapshot=snapshot,
@@ -126,6 +160,17 @@ def parse_repeats(text: str | None) -> int | None:
         return None if text is None else 0
     if not text.isdigit():
         raise UsageError(f"--repeats {text}: give a number of repeats, or none")
+    return int(text)
+
+
+def parse_rank(text: str | None) -> int | Literal["all"] | None:
+    """The value of ``--rank``. Raises UsageError where it is neither a number nor ``all``."""
+    from memfit.core.errors import UsageError
+
+    if text is None or text == "all":
+        return "all" if text else None
+    if not text.isdigit():
+        raise UsageError(f"--rank {text}: give the number of a rank, or all")
     return int(text)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memfit.dryrun.launcher import run_script
 from memfit.dryrun.result import DryRunResult, OutOfMemory, ScriptError, ValueRead
 from memfit.dryrun.run import dry_run
+from memfit.dryrun.script import run_script
 
 __all__ = ["DryRunResult", "OutOfMemory", "ScriptError", "ValueRead", "dry_run", "run_script"]

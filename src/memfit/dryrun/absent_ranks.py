@@ -37,6 +37,7 @@ class _Mine(threading.local):
 
 
 _mine = _Mine()
+_groups: dict[str, tuple[str, tuple[int, ...]]] = {}  # by PyTorch's name: what it is called, its ranks
 
 
 def are_absent() -> bool:
@@ -55,20 +56,36 @@ def install(note: NoteMissing) -> None:
 
 
 def group_shapes(sending: frozenset[str]) -> tuple[GroupShape, ...]:
-    """The process groups that this rank is in, largest first; ``sending``: names of those with messages."""
-    module = _loaded()
-    if module is None or not module.is_initialized():
-        return ()
+    """The process groups that this rank was in, largest first; ``sending``: names of those with messages."""
+    _remember_groups(_loaded())
     shapes: dict[tuple[int, ...], GroupShape] = {}
-    for group, members in module._world.pg_group_ranks.items():
-        ranks = tuple(sorted(members, key=members.__getitem__))
+    for group_name, (name, ranks) in _groups.items():
         known = shapes.get(ranks)
-        sends = group.group_name in sending or (known is not None and known.sends)
-        name = str(getattr(group, "group_desc", "")).removeprefix("mesh_")
-        if name in ("", "undefined"):
-            name = known.name if known is not None else ""
-        shapes[ranks] = GroupShape(name=name, ranks=ranks, sends=sends)
+        sends = group_name in sending or (known is not None and known.sends)
+        shapes[ranks] = GroupShape(name=name or (known.name if known else ""), ranks=ranks, sends=sends)
     return tuple(sorted(shapes.values(), key=lambda shape: (-len(shape.ranks), shape.ranks)))
+
+
+def _remember_groups(module: Any) -> None:
+    """Note the groups that there are, before they are destroyed."""
+    if module is None or not module.is_initialized():
+        return
+    for group, members in module._world.pg_group_ranks.items():
+        if isinstance(group, int):  # PyTorch's mark for groups that this rank is not in
+            continue
+        name = str(getattr(group, "group_desc", "")).removeprefix("mesh_")
+        ranks = tuple(sorted(members, key=members.__getitem__))
+        _groups[group.group_name] = ("" if name == "undefined" else name, ranks)
+
+
+def _remembering(module: Any) -> Callable[..., Any]:
+    original = module.destroy_process_group
+
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        _remember_groups(module)
+        return original(*args, **kwargs)
+
+    return destroy_process_group
 
 
 def _loaded() -> Any:
@@ -154,6 +171,7 @@ def _collectives(note: NoteMissing, module: Any) -> None:
     _replace(module, "broadcast_object_list", _broadcast(note, module))
     _replace(module, "scatter_object_list", _scatter(note, module))
     _replace(module, "recv_object_list", _receive(note))
+    _replace(module, "destroy_process_group", _remembering(module))
     _replace(module, "all_reduce", _on_the_host(module, module.all_reduce))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,14 +29,27 @@ _ACCELERATE_SWITCHES = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Processes:
+    """How many processes a launcher starts: on each of so many machines ``per_node`` (None: one per GPU)."""
+
+    nodes: int = 1
+    per_node: int | None = 1
+
+    def count(self, gpus: int) -> int:
+        """In all, on machines with ``gpus`` each."""
+        return self.nodes * (self.per_node or gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScriptCommand:
-    """A Python program to run: a file or a module, with its arguments and the variables that its launcher
-    would set."""
+    """A Python program to run: a file or a module, with its arguments, the variables that its launcher would
+    set, and how many processes that would start (None: it has no launcher)."""
 
     kind: Literal["file", "module"]
     target: str
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    processes: Processes | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "target": self.target, "arguments": list(self.arguments)}
@@ -46,7 +59,7 @@ def parse_command(words: Sequence[str]) -> ScriptCommand:
     """What to run, from the words after ``--``.
 
     Raises:
-        UsageError: nothing to run, several ranks, or a launcher that is not known.
+        UsageError: nothing to run, or options of a launcher that cannot be.
         InputError: the script is not there, or cannot be read.
     """
     if not words:
@@ -116,9 +129,14 @@ def _is_binary(script: Path) -> bool:
 
 def _torchrun(words: list[str]) -> ScriptCommand:
     options, rest = _launcher_options(words, _TORCHRUN_SWITCHES, "torchrun")
-    nodes = options.get("nnodes", "1").split(":")[-1]
-    _refuse_ranks("torchrun", {"--nnodes": nodes, "--nproc-per-node": options.get("nproc-per-node", "1")})
-    return _launched(rest, module=options.keys() & {"m", "module"}, launcher="torchrun")
+    nodes = _number("torchrun --nnodes", options.get("nnodes", "1").split(":")[-1])
+    per_node = options.get("nproc-per-node", "1")
+    processes = Processes(
+        nodes=nodes,
+        per_node=None if per_node in ("auto", "gpu") else _number("torchrun --nproc-per-node", per_node),
+    )
+    command = _launched(rest, module=options.keys() & {"m", "module"}, launcher="torchrun")
+    return replace(command, processes=processes)
 
 
 def _accelerate(words: list[str]) -> ScriptCommand:
@@ -127,13 +145,10 @@ def _accelerate(words: list[str]) -> ScriptCommand:
     options, rest = _launcher_options(
         words[1:], frozenset(name.replace("_", "-") for name in _ACCELERATE_SWITCHES), "accelerate"
     )
-    _refuse_ranks(
-        "accelerate",
-        {
-            "--num-processes": options.get("num-processes", "1"),
-            "--num-machines": options.get("num-machines", "1"),
-        },
-    )
+    total = _number("accelerate --num-processes", options.get("num-processes", "1"))
+    machines = _number("accelerate --num-machines", options.get("num-machines", "1"))
+    if total % machines:
+        raise UsageError(f"accelerate: {total} processes do not spread evenly over {machines} machines")
     command = _launched(rest, module=options.keys() & {"m", "module"}, launcher="accelerate launch")
     extra = {"ACCELERATE_MIXED_PRECISION": options.get("mixed-precision", "no")}
     if "gradient-accumulation-steps" in options:
@@ -142,9 +157,8 @@ def _accelerate(words: list[str]) -> ScriptCommand:
     if unsupported:
         raise UsageError(f"accelerate launch --{min(unsupported)} cannot be dry-run yet")
     # Plain `accelerate launch` of one process sets no rank variables.
-    return ScriptCommand(
-        kind=command.kind, target=command.target, arguments=command.arguments, environment=extra
-    )
+    processes = Processes(nodes=machines, per_node=total // machines)
+    return replace(command, environment=extra, processes=processes)
 
 
 def _launcher_options(
@@ -167,16 +181,10 @@ def _launcher_options(
     return options, rest
 
 
-def _refuse_ranks(launcher: str, counts: Mapping[str, str]) -> None:
-    for option, count in counts.items():
-        if count in ("auto", "gpu"):  # one per GPU, and there is one
-            continue
-        if not count.isdigit() or int(count) < 1:
-            raise UsageError(f"{launcher} {option} {count}: not a number of processes")
-        if int(count) > 1:
-            raise UsageError(
-                f"{launcher} {option} {count}: several ranks are not simulated yet; dry-run one ({option} 1)"
-            )
+def _number(option: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"{option} {text}: not a number of processes")
+    return int(text)
 
 
 def _launched(words: list[str], *, module: set[str], launcher: str) -> ScriptCommand:

@@ -1,16 +1,13 @@
-"""Starting a dry run and bringing it to its end: the parent's side, without torch.
-
-    result = run_script(["train.py", "--lr", "1"], gpu=find_gpu("a100-80gb"), steps=3)
+"""Starting one process of a dry run and bringing it to its end: the parent's side, without torch.
 
 The script runs in a session of its own. Whatever happens (it crashes, hangs, is interrupted, starts processes
-of its own), nothing of it is left when `run_script` returns.
+of its own), nothing of it is left when `Launch.run` returns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -20,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,17 +25,18 @@ from typing import Any, Literal
 from memfit.core.devices import GPU
 from memfit.core.errors import ToolFailure, UsageError
 from memfit.dryrun.build import build_stub
-from memfit.dryrun.command import ScriptCommand, parse_command
-from memfit.dryrun.confidence import KEPT, with_confidence
+from memfit.dryrun.command import ScriptCommand
+from memfit.dryrun.confidence import KEPT
 from memfit.dryrun.environment import MOST_GPUS, compiler_caches, gpu_environment
-from memfit.dryrun.repeats import with_other_answers
 from memfit.dryrun.result import DryRunResult
 from memfit.dryrun.world import World
 
 RUN_VARIABLE = "MEMFIT_RUN"
 """Marks every process of a run, so that those which left its session are found at the end."""
 
-_GRACE_SECONDS = 10.0  # for writing the result after an interruption
+GRACE_SECONDS = 10.0
+"""For writing the result after an interruption."""
+
 _ORDERS = {"interrupted": b"i", "timeout": b"t"}
 _OFFLINE: Mapping[str, str] = {
     "WANDB_MODE": "disabled",
@@ -99,69 +97,6 @@ class RunSettings:
             raise UsageError(f"timeout {self.timeout_seconds}: ask for more than 0 seconds")
 
 
-def run_script(
-    argv: Sequence[str],
-    *,
-    gpu: GPU,
-    gpus: int = 1,
-    steps: int | Literal["all"] = 3,
-    trace: str | os.PathLike[str] | None = None,
-    snapshot: str | os.PathLike[str] | None = None,
-    allow_writes: bool = False,
-    timeout_seconds: float | None = None,
-    output: Literal["stdout", "stderr"] = "stdout",
-    repeats: int | None = None,
-    real_host_values: bool = False,
-) -> DryRunResult:
-    """Run a script, unmodified, on the made-up ``gpu``.
-
-    Args:
-        argv: ``["train.py", "--lr", "1"]``, ``["python", "-m", "pkg"]``, ``["torchrun", "train.py"]`` …
-        gpu: the GPU to make up.
-        gpus, steps, trace, snapshot, allow_writes, timeout_seconds, output, real_host_values: see
-            `RunSettings`.
-        repeats: run again so often at most, with other answers where the script reads values that are not
-            known; None: a few times, where they certainly matter.
-
-    Returns:
-        What was found. A script that fails, runs out of memory or is interrupted has a result too.
-
-    Raises:
-        UsageError, InputError: what was asked for cannot be run.
-        CannotRunHere: this machine cannot make up a GPU.
-        ToolFailure: the process was killed, or ended without a result.
-    """
-    settings = RunSettings(
-        gpus=gpus,
-        steps=steps,
-        trace=None if trace is None else Path(trace).absolute(),
-        snapshot=None if snapshot is None else Path(snapshot).absolute(),
-        allow_writes=allow_writes,
-        timeout_seconds=timeout_seconds,
-        output=output,
-        real_host_values=real_host_values,
-    )
-    command = parse_command(argv)
-    with launch_folders() as folders:
-        first = Launch(command, gpu, settings, folders).run()
-
-    def run_again(answers: Mapping[str, str]) -> DryRunResult:
-        limit = min(_SLOWER * first.wall_seconds + _GRACE_SECONDS, timeout_seconds or math.inf)
-        changed = replace(
-            settings, trace=None, snapshot=None, output="none", answers=answers, timeout_seconds=limit
-        )
-        with launch_folders() as folders:
-            try:
-                return Launch(command, gpu, changed, folders).run()
-            finally:
-                shutil.rmtree(folders.scratch, ignore_errors=True)
-
-    if allow_writes:  # a repeat would write the user's files once more
-        repeats = 0
-    spare = None if timeout_seconds is None else max(0.0, timeout_seconds - first.wall_seconds)
-    return with_confidence(with_other_answers(first, run_again, most=repeats, seconds=spare))
-
-
 @dataclass(frozen=True)
 class Folders:
     """Where a run keeps its files."""
@@ -189,9 +124,21 @@ def _has_files(folder: Path) -> bool:
 
 
 class Launch:
-    """One process, from its start to its result."""
+    """One process, from its start to its result.
 
-    def __init__(self, command: ScriptCommand, gpu: GPU, settings: RunSettings, folders: Folders) -> None:
+    Args:
+        interrupted: set where the process is to end early; None: when this one is interrupted.
+    """
+
+    def __init__(
+        self,
+        command: ScriptCommand,
+        gpu: GPU,
+        settings: RunSettings,
+        folders: Folders,
+        interrupted: threading.Event | None = None,
+    ) -> None:
+        self._interrupted = interrupted
         self._command = command
         self._gpu = gpu
         self._settings = settings
@@ -242,7 +189,8 @@ class Launch:
 
     def _wait(self, process: subprocess.Popen[bytes], control: int) -> int:
         """Wait for the end; an interruption or the time limit asks the process to end with what it knows."""
-        with _interruptions() as interrupted:
+        told = self._interrupted
+        with interruptions() if told is None else contextlib.nullcontext(told) as interrupted:
             limit = self._settings.timeout_seconds
             deadline = None if limit is None else time.monotonic() + limit
             while True:
@@ -316,7 +264,6 @@ class Launch:
 
 
 _SLICE_SECONDS = 0.05
-_SLOWER = 3  # times as long as the first run a repeat may take
 _GPU_FIGURES = ("key", "context_bytes", "nvml_total_bytes", "runtime_total_bytes")
 
 
@@ -324,14 +271,14 @@ def _ask_to_end(process: subprocess.Popen[bytes], control: int, why: str) -> int
     with contextlib.suppress(OSError):
         os.write(control, _ORDERS[why])
     try:
-        return process.wait(timeout=_GRACE_SECONDS)
+        return process.wait(timeout=GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
 
 
 @contextlib.contextmanager
-def _interruptions() -> Iterator[threading.Event]:
+def interruptions() -> Iterator[threading.Event]:
     """Set when this process is told to end (Ctrl-C, SIGTERM); a second time ends it the hard way."""
     told = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -60,7 +60,12 @@ class Owners:
 
 def _is_leaf(thing: Any) -> bool:
     # By type: asking an object for its class may wake a lazily loaded module.
-    return issubclass(type(thing), torch.Tensor) and thing.requires_grad and thing.is_leaf
+    if not issubclass(type(thing), torch.Tensor):
+        return False
+    try:
+        return bool(thing.requires_grad and thing.is_leaf)
+    except RuntimeError:  # a view that autograd refuses to look at, as FSDP's first version leaves some
+        return False
 
 
 def _addresses(tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:

@@ -12,8 +12,8 @@ from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import UsageError
 from memfit.core.workload import Workload
 from memfit.dryrun.confidence import with_confidence
-from memfit.dryrun.launcher import run_script
 from memfit.dryrun.result import DryRunResult
+from memfit.dryrun.script import run_script
 from memfit.dryrun.worker import Worker, preload_for
 
 # By name: workloads are read and measured by a part above this one, in a process of its own.
@@ -38,7 +38,8 @@ def dry_run(
         gpu: the GPU to make up, or its name (see ``memfit gpus``).
         steps: optimizer steps to run; ``"all"``, for a script, runs it to its end.
         trace: save memfit's trace of the run in this file.
-        settings: of a script, as `memfit.dryrun.launcher.run_script` takes them: ``snapshot``,
+        settings: of a script, as `memfit.dryrun.script.run_script` takes them: ``gpus``, ``world_size``,
+            ``rank`` (a number or ``"all"``), ``nproc_per_node``, ``snapshot``,
             ``allow_writes``, ``timeout_seconds``, ``output``.
 
     Returns:

@@ -14,6 +14,7 @@ from memfit.core.units import format_bytes, format_seconds
 from memfit.dryrun.result import DryRunResult, Interval, OutOfMemory, ValueRead
 from memfit.reports import text
 from memfit.reports.account import Account
+from memfit.reports.several import devices_table, place_in_job, ranks_table
 
 PHASE_LABELS = {
     "init": "Before the first forward",
@@ -41,6 +42,10 @@ def dry_run_text(result: DryRunResult) -> RenderableType:
         _peaks(result),
         *_section("Where the device's memory goes", text.account(account)),
     ]
+    if len(result.devices) > 1:
+        parts += _section("Each GPU (the figures above are the fullest one's)", devices_table(result.devices))
+    if result.ranks:
+        parts += _section("Each rank (the figures above are the fullest one's)", ranks_table(result))
     if result.peak_by_phase:
         parts += _section("Alive at the peak, by the phase that allocated it", _phases(result))
     parts += ["", _verdict(result), *(Text(line) for line in _trust(result))]
@@ -52,7 +57,8 @@ def dry_run_text(result: DryRunResult) -> RenderableType:
 
 def _headline(result: DryRunResult) -> str:
     steps = f"{result.steps_done} optimizer step{'' if result.steps_done == 1 else 's'}"
-    return f"Dry run on {result.gpu}: {steps}, {format_seconds(result.wall_seconds)}, torch {result.torch}"
+    seconds = format_seconds(result.wall_seconds)
+    return f"Dry run on {result.gpu}{place_in_job(result)}: {steps}, {seconds}, torch {result.torch}"
 
 
 def _section(title: str, body: RenderableType) -> list[RenderableType]:

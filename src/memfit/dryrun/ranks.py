@@ -1,0 +1,129 @@
+"""Several ranks of one job, each run by itself: which ones differ, and the account of them together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+
+from memfit.dryrun.accounts import GroupShape, RankAccount
+from memfit.dryrun.result import DryRunResult
+from memfit.dryrun.world import World
+
+RUN_ALL_UP_TO = 8
+"""A job of so many ranks is run whole."""
+MOST_RUNS = 24
+"""Of a larger one at most so many ranks are run."""
+
+RunRank = Callable[[int], DryRunResult]
+
+
+def run_ranks(run: RunRank, world: World) -> DryRunResult:
+    """Run every rank of the job whose memory can differ, as many at once as there are processors.
+
+    Args:
+        run: runs one rank.
+
+    Returns:
+        The result of the fullest rank (or of the first that failed), with the accounts of all.
+    """
+    begun = time.monotonic()
+    first = run(0)
+    chosen = differing_ranks(first.groups, world) if first.exit_code == 0 else [0]
+    with ThreadPoolExecutor(max_workers=min(len(chosen), os.cpu_count() or 1)) as pool:
+        rest = list(pool.map(run, chosen[1:]))
+    results = dict(zip(chosen, [first, *rest], strict=True))
+    return combine(results, first.groups, world, seconds=time.monotonic() - begun)
+
+
+def differing_ranks(groups: Sequence[GroupShape], world: World) -> list[int]:
+    """The ranks to run, rank 0 first.
+
+    In a job of a few all. In a larger one, along each group that rank 0 is in, its first and last members
+    (the last shard of an uneven split is smaller), and every member where it sends messages, for the stages
+    of a pipeline hold different layers; and the last rank of all.
+    """
+    if world.size <= RUN_ALL_UP_TO:
+        return list(range(world.size))
+    chosen = [0]
+    for group in sorted(groups, key=lambda group: not group.sends):
+        chosen += group.ranks if group.sends else (group.ranks[0], group.ranks[-1])
+    chosen = list(dict.fromkeys([*chosen[: MOST_RUNS - 1], world.size - 1]))
+    return sorted(chosen)
+
+
+def combine(
+    results: Mapping[int, DryRunResult], groups: Sequence[GroupShape], world: World, *, seconds: float
+) -> DryRunResult:
+    """One result of several ranks' own; ``groups`` are those of rank 0."""
+    like = _likeness(sorted(results), groups, world)
+    accounts = tuple(_account(rank, result, like[rank]) for rank, result in sorted(results.items()))
+    top = max(results.values(), key=_weight)
+    notes = dict.fromkeys(note for result in (top, *results.values()) for note in result.not_modelled)
+    return replace(
+        top,
+        ranks=accounts,
+        not_modelled=tuple(notes),
+        wall_seconds=seconds,
+        scratch_folder=next(filter(None, (result.scratch_folder for result in results.values())), None),
+    )
+
+
+def _weight(result: DryRunResult) -> tuple[bool, bool, int]:
+    failed = result.exit_code != 0 and result.oom is None
+    return failed, result.oom is not None, result.device_total_bytes
+
+
+def _likeness(run: Sequence[int], groups: Sequence[GroupShape], world: World) -> dict[int, tuple[int, ...]]:
+    """For each rank that was run the ranks that were not and are like it: at the same stage of each pipeline,
+    and else the nearest before it."""
+    stages = [_stage_of(group) for group in groups if group.sends]
+    found: dict[int, list[int]] = {rank: [] for rank in run}
+    members = set(run)
+    by_place: dict[tuple[int, ...], list[int]] = {}
+    for rank in run:
+        by_place.setdefault(tuple(stage(rank) for stage in stages), []).append(rank)
+    for rank in range(world.size):
+        if rank not in members:
+            alike = by_place.get(tuple(stage(rank) for stage in stages), list(run))
+            before = [other for other in alike if other < rank]
+            found[max(before, default=alike[0])].append(rank)
+    return {rank: tuple(others) for rank, others in found.items()}
+
+
+def _stage_of(group: GroupShape) -> Callable[[int], int]:
+    """Where any rank is along a group of rank 0's, if the job's ranks are laid out as a mesh."""
+    steps = {after - before for before, after in pairwise(group.ranks)}
+    if len(steps) != 1:
+        return lambda rank: 0
+    step, size = steps.pop(), len(group.ranks)
+    return lambda rank: rank // step % size
+
+
+def _account(rank: int, result: DryRunResult, like: tuple[int, ...]) -> RankAccount:
+    fullest = max(result.devices, key=lambda device: device.device_total_bytes, default=None)
+    return RankAccount(
+        rank=rank,
+        device=fullest.index if fullest is not None else 0,
+        like=like,
+        fits=result.fits,
+        ended=result.ended,
+        exit_code=result.exit_code,
+        problem=_problem(result),
+        peak_requested_bytes=result.peak_requested_bytes,
+        peak_allocated_bytes=result.peak_allocated_bytes,
+        peak_reserved_bytes=result.peak_reserved_bytes,
+        device_total_bytes=result.device_total_bytes,
+        peak_by_category=result.peak_by_category,
+    )
+
+
+def _problem(result: DryRunResult) -> str | None:
+    if result.oom is not None:
+        return f"out of memory at {result.oom.where}"
+    if result.error is not None:
+        return f"{result.error.type}: {result.error.message}".splitlines()[0]
+    return None if result.exit_code == 0 else f"ended with exit code {result.exit_code}"
