@@ -58,9 +58,10 @@ def _is_rising(ends: list[Any], count: int) -> bool:
 
 
 def _recurring(trace: Trace) -> tuple[int, ...]:
-    """Births of the rarest site and size that comes back evenly."""
+    """Births of the rarest site and size that comes back evenly. Sizes alone, without a place, tell no step."""
     blocks = Blocks.of(trace)
-    large = np.flatnonzero(blocks.size >= LEAST_MARK_BYTES)
+    placed = ~(blocks.has("where", ("",)) & blocks.has("module", ("",)) & blocks.has("op", ("",)))
+    large = np.flatnonzero((blocks.size >= LEAST_MARK_BYTES) & placed)
     keys = list(zip(blocks.site_codes[large].tolist(), blocks.size[large].tolist(), strict=True))
     counts = Counter(keys)
     best: tuple[int, ...] = ()
