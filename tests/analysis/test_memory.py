@@ -94,13 +94,13 @@ def test_three_steps_are_too_few_for_a_leak():
     assert MemoryAnalyzer(training(3, leak_bytes=64 * KIB)).analyze().leak is None
 
 
-def test_a_leak_between_sampled_steps_of_a_profile():
+def test_a_leak_in_the_sampled_steps_of_a_profile():
     steps = [
         StepMemory(
-            number=number, seconds=1.0, detailed=True, peak_bytes=MIB, end_bytes=MIB + 100 * KIB * number,
-            end_by_site={"a.py:1 keep": 100 * KIB * number, "a.py:2 main": MIB},
+            number=number, seconds=1.0, detailed=True, peak_bytes=MIB, end_bytes=MIB + 100 * KIB * place,
+            end_by_site={"a.py:1 keep": 100 * KIB * place, "a.py:2 main": MIB},
         )
-        for number in (0, 1, 10, 20, 30, 40)
+        for place, number in enumerate((0, 1, 10, 20, 30, 40))
     ]  # fmt: skip
     profile = Profile(device_type="cpu", steps=tuple(steps), trace=training(), frequency=10)
     leak = MemoryAnalyzer(profile).analyze().leak

@@ -178,6 +178,8 @@ class MemoryAnalysis(Result):
 
     def _shown(self, label: str) -> Mapping[str, int]:
         rows = self.composition[label]
+        if label == "category":
+            return {name.replace("_", " "): size for name, size in rows.items()}
         return layers_together(rows) if label == "module" else rows
 
     def to_json(self) -> dict[str, Any]:
@@ -348,18 +350,18 @@ def _is_leak(slope: Slope) -> bool:
 
 
 def _leak_of_profile(profile: Profile) -> Leak | None:
-    """Growth over all detailed steps, also those whose events were not kept, after the warm-up."""
+    """Growth over all detailed steps, also those whose events were not kept, after the warm-up.
+
+    What the steps between them keep was not noted, so each detailed step adds what one step does.
+    """
     steps = profile.detailed_steps[WARM_UP_STEPS:]
     if len(steps) < FEWEST_LEAK_STEPS:
         return None
-    numbers = [step.number for step in steps]
-    at = list(range(numbers[0], numbers[-1] + 1))
-    slope = slope_of(np.interp(at, numbers, [step.end_bytes for step in steps]).astype(np.int64))
+    slope = slope_of([step.end_bytes for step in steps])
     if not _is_leak(slope):
         return None
     first, last = steps[0].end_by_site, steps[-1].end_by_site
-    span = max(numbers[-1] - numbers[0], 1)
-    grown = {site: (size - first.get(site, 0)) // span for site, size in last.items()}
+    grown = {site: (size - first.get(site, 0)) // slope.steps for site, size in last.items()}
     ordered = sorted(
         ((site, size) for site, size in grown.items() if size > 0), key=lambda row: (-row[1], row[0])
     )

@@ -39,7 +39,7 @@ def memory_figure(analysis: MemoryAnalysis) -> Figure | None:
             events, [row[2] / unit for row in series], step="post", color=MUTED, label="reserved"
         )
         left.fill_between(events, [row[1] / unit for row in series], step="post", color=ACCENT, label="live")
-        left.legend(fontsize=8, loc="lower right")
+        left.legend(fontsize=8, loc="upper left", frameon=True)
     left.set_title("What is live, and what is reserved for it", fontsize=10, loc="left")
     left.set_xlabel("events", fontsize=8)
     left.set_ylabel(name, fontsize=8)
