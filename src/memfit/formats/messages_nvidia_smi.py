@@ -182,7 +182,10 @@ def _long(text: str) -> Reading:
 
 
 def _csv(text: str) -> Reading | None:
-    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text[: 4 << 20])) if row]
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text[: 4 << 20])) if row]
+    except csv.Error:  # a cell without end, or a line end inside one
+        return None
     rows = [row for row in rows if any(row)]
     if not rows:
         return None

@@ -393,9 +393,11 @@ def _full_lines(at: Situation) -> list[str]:
     if at.free_bytes is not None and at.requested_bytes is not None:
         missing = at.requested_bytes - at.free_bytes
         less = (
-            f"{format_bytes(missing)} less than was asked for" if missing > 0 else "about what was asked for"
+            f"{format_bytes(missing)} less than was asked for"
+            if missing > 0
+            else "about what was asked for; the driver keeps a little for itself"
         )
-        lines.append(f"{format_bytes(at.free_bytes)} are free, {less}; the driver keeps a little for itself")
+        lines.append(f"{format_bytes(at.free_bytes)} are free, {less}")
     if at.unallocated_bytes is not None:
         lines.append(
             f"only {format_bytes(at.unallocated_bytes)} of the reserved memory is unused: how the "
