@@ -75,7 +75,7 @@ OLD_CHECKPOINTS = (
 @pytest.mark.parametrize(
     "savers",
     [
-        ("distributed_checkpoints", "pickles_and_arrays"),
+        ("distributed_checkpoints", "pickles_and_arrays", "hub"),
         pytest.param(("trainer", "accelerator", "lightning"), marks=pytest.mark.slow),
     ],
     ids=["torch", "libraries"],
@@ -83,7 +83,9 @@ OLD_CHECKPOINTS = (
 def test_libraries_that_save_and_delete_leave_old_checkpoints(
     preloaded: Preloaded, tmp_path: Path, savers: tuple[str, ...]
 ) -> None:
-    for module in ("transformers", "accelerate", "lightning") if "trainer" in savers else ():
+    for module in (
+        ("transformers", "accelerate", "lightning") if "trainer" in savers else ("huggingface_hub",)
+    ):
         pytest.importorskip(module)
     for name in OLD_CHECKPOINTS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -92,6 +94,7 @@ def test_libraries_that_save_and_delete_leave_old_checkpoints(
     outcome = preloaded.run("savers.py", *savers, folder=tmp_path, steps="all")
     assert set(savers) <= set(outcome.stdout.splitlines()), outcome.stderr
     assert state(tmp_path) == before and len(outcome.written) > 2
+    assert ("hub" in savers) == any("nothing was uploaded" in note for note in outcome.result.not_modelled)
 
 
 def test_other_programs_leave_the_users_files(preloaded: Preloaded, project: Path) -> None:

@@ -18,6 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memfit.dryrun.hubs import stop_uploads
 from memfit.dryrun.writes import WriteSettings, guard_writes, real_files
 
 _ENDINGS = {b"i": "interrupted", b"t": "timeout"}
@@ -140,7 +141,10 @@ def main() -> NoReturn:
     faulthandler.enable()
     if spec["writes"] is not None:
         guard_writes(WriteSettings(**spec["writes"]))
-    Run(spec).run()
+    run = Run(spec)
+    if spec["writes"] is not None:
+        stop_uploads(run.probe.note_missing)
+    run.run()
 
 
 if __name__ == "__main__":

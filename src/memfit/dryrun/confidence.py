@@ -24,7 +24,7 @@ Reason = tuple[Confidence, str]
 NOT_COMPUTED = "the values of"
 KEPT = "kept:"
 _PROFILING = "cupti"  # these calls would only have told about the run
-NO_EFFECT = ("the beginning of the run in the trace", NOT_COMPUTED, KEPT)
+NO_EFFECT = ("the beginning of the run in the trace", NOT_COMPUTED, KEPT, "nothing was uploaded")
 """Notes that say nothing about memory."""
 
 TAKEN_AS_EXPECTED = "sizes that depend on unknown values: taken as expected (see value_reads)"

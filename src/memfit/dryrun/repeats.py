@@ -66,7 +66,10 @@ def with_other_answers(
     for read, answer in plan[: budget.most]:
         if seconds is not None and time.monotonic() - begun > seconds:
             break
-        budget.trials.append(_try(read, answer, first, run_again))
+        trial = _try(read, answer, first, run_again)
+        if trial.result is not None and trial.result.ended == "interrupted":
+            break  # the user has enough
+        budget.trials.append(trial)
     budget.seconds = time.monotonic() - begun
     return _put_together(first, budget, planned=[read.site for read, _ in plan])
 
