@@ -73,7 +73,7 @@ class ValueRead:
             ``number``, ``whole``, ``copy`` (of a tensor to the host), ``size``, ``routing`` (of experts).
         steers: whether the value can change what the script does, by its source.
         other_answer: what it was told in repeated runs instead; None: none was tried.
-        peak_change_bytes: what that changed of the requested peak; None where it was not tried or not reached.
+        peak_change_bytes: what that changed of the requested peak; None: not tried, or the end not reached.
         why: why no other answer was tried, or what came of it.
         site: names the place, for repeating the run.
     """
