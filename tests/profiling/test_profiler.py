@@ -242,6 +242,20 @@ def test_the_parts_of_a_tensor_subclass_are_counted():
     assert twice.shape == both.shape
 
 
+def test_a_compiled_model_is_profiled_as_the_plain_one():
+    peaks = []
+    for compiled in (False, True):
+        model = Net()
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        train(run, steps=1)
+        with MemoryProfiler(device="cpu", profiling_frequency=1) as profiler:
+            train(run, steps=2)
+        trace = profiler.profile().trace
+        assert {"up", "down"} <= set(trace.strings) and not any("_orig_mod" in text for text in trace.strings)
+        peaks.append([step.peak_bytes for step in profiler.profile().steps])
+    assert peaks[0] == peaks[1]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

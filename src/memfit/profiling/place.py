@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -60,7 +61,9 @@ class Place:
         self._hooks = contextlib.ExitStack()
 
     def install(self) -> None:
-        """Hook into the forward of every module."""
+        """Hook into the forward of every module. The hooks cost nothing where a frame is compiled."""
+        # torch.compile warns of global hooks; these are not the program's.
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global")
         self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
         self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
 
@@ -76,7 +79,8 @@ class Place:
         prefix = type(root).__name__ if self._has_root else ""
         self._has_root = True
         for name, module in root.named_modules():
-            inside = ".".join(part for part in (prefix, name) if part)
+            plain = name.replace("_orig_mod.", "").removesuffix("_orig_mod")  # torch.compile's wrapper
+            inside = ".".join(part for part in (prefix, plain) if part)
             self._names.setdefault(module, inside or type(root).__name__)
 
     def name_of(self, root: torch.nn.Module, member: str) -> str:
