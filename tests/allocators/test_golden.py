@@ -23,8 +23,8 @@ def golden(name: str) -> str:
 
 def as_oracle_prints(result: ReplayResult) -> dict[str, Any]:
     return {
-        "placements": [number for placement in result.placements for number in placement],
-        "reserved": [list(change) for change in result.reserved],
+        "placements": result.placements.ravel().tolist(),
+        "reserved": result.reserved.tolist(),
         "ooms": list(result.ooms),
         "stats": result.stats,
         "segments": [

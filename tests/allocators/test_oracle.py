@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from memfit.allocators.caching import CachingAllocator
-from memfit.allocators.replay import config_for, parse_operations, replay_operations
+from memfit.allocators.fast.engine import has_numba
+from memfit.allocators.replay import config_for, events_of, parse_operations, replay_events, replay_operations
 
 from .fresh_traces import FreshTrace, fresh_trace, shrink
 from .real_allocator import RealAllocator
@@ -47,9 +48,12 @@ def trace_for(name: str, seed: int) -> FreshTrace:
 
 def modelled(trace: FreshTrace, settings: str) -> dict[str, Any]:
     listed = parse_operations(trace.json_lines().splitlines())
-    return as_oracle_prints(
-        replay_operations(listed.operations, CachingAllocator(config_for(listed, settings=settings)))
-    )
+    config = config_for(listed, settings=settings)
+    result = as_oracle_prints(replay_operations(listed.operations, CachingAllocator(config)))
+    if has_numba():
+        over_arrays = replay_events(events_of(listed.operations), CachingAllocator(config))
+        assert as_oracle_prints(over_arrays) == result
+    return result
 
 
 def truth(real: RealAllocator, trace: FreshTrace, settings: str) -> dict[str, Any]:

@@ -26,8 +26,8 @@ def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(LINES))
     result = replay(path)
-    assert result.placements == ((0, 0), (0, 0), (-1, 0))
-    assert result.reserved == ((0, 30 * MIB),)
+    assert result.placements.tolist() == [[0, 0], [0, 0], [-1, 0]]
+    assert result.reserved.tolist() == [[0, 30 * MIB]]
     assert result.ooms == (3,)
     assert (result.event_count, result.peak_reserved_bytes, result.peak_requested_bytes) == (
         5,
@@ -78,6 +78,6 @@ def test_memfits_own_trace() -> None:
     builder.alloc(25 * MIB, category="temporary")
     builder.alloc(4096, stream=1)
     result = replay(builder.build())
-    assert result.placements == ((0, 0), (0, 0), (1, 0))
+    assert result.placements.tolist() == [[0, 0], [0, 0], [1, 0]]
     assert result.peak_reserved_bytes == 32 * MIB
     assert [segment.stream for segment in result.segments] == [0, 1]

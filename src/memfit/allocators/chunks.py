@@ -103,8 +103,8 @@ class Counters:
 
 @dataclass(slots=True)
 class PoolShare:
-    """What the free lists of one pool share, whatever their stream: a private pool's number (0: none), whether
-    it was released, and how often it was searched, which is the clock of garbage collection."""
+    """What the free lists of one pool share, whatever their stream: a private pool's number (0: none),
+    whether it was released, and how often it was searched, which is the clock of garbage collection."""
 
     pool: int = 0
     released: bool = False

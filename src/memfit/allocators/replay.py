@@ -18,9 +18,13 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from memfit.allocators.base import OutOfMemory
 from memfit.allocators.caching import CachingAllocator, CachingConfig
 from memfit.allocators.chunks import FREE, PENDING, UNMAPPED, Chunk
+from memfit.allocators.fast.engine import Engine, Events, is_worth_it
 from memfit.core.errors import InputError
 from memfit.core.trace import Action, Trace
 
@@ -38,6 +42,7 @@ class Step(IntEnum):
     RESET_PEAK = 5
 
 
+_ACTIONS = {step: int(Action[step.name]) for step in Step}
 _NAMES = {step.name.lower(): step for step in Step}
 
 
@@ -77,13 +82,13 @@ class SegmentLayout:
     blocks: tuple[BlockLayout, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ReplayResult:
     """What an allocator made of a trace.
 
     Attributes:
-        placements: per allocation ``(region, offset in it)``; ``(-1, 0)`` where it failed or was empty.
-        reserved: ``(operation, reserved bytes after it)`` each time they changed.
+        placements: a row per allocation: region, offset in it; -1, 0 where it failed or was empty.
+        reserved: a row each time they changed: operation, reserved bytes after it.
         ooms: operations that ran out of memory; they and later uses of their blocks are skipped.
         stats: as `CachingAllocator.stats`.
         segments: what is held at the end, in address order.
@@ -92,8 +97,8 @@ class ReplayResult:
     """
 
     event_count: int
-    placements: tuple[tuple[int, int], ...]
-    reserved: tuple[tuple[int, int], ...]
+    placements: npt.NDArray[np.int64]
+    reserved: npt.NDArray[np.int64]
     ooms: tuple[int, ...]
     stats: dict[str, Any]
     segments: tuple[SegmentLayout, ...]
@@ -185,12 +190,49 @@ def replay(
     Events of other streams wait for a ``sync``, unless the config says ``events="instant"``.
     """
     if isinstance(trace, Trace):
+        events = events_of(trace)
+        if is_worth_it(events):
+            return replay_events(events, CachingAllocator(config or config_for(OperationList(operations=()))))
         listed = operations_of(trace)
     elif isinstance(trace, OperationList):
         listed = trace
     else:
         listed = read_operations(trace)
     return replay_operations(listed.operations, CachingAllocator(config or config_for(listed)))
+
+
+def events_of(trace: Trace | Sequence[Operation]) -> Events:
+    """A trace's allocations and frees, or operations, as columns."""
+    if isinstance(trace, Trace):
+        chosen = np.isin(trace.action, (int(Action.ALLOC), int(Action.FREE))) & (trace.block >= 0)
+        columns = [trace.action, trace.block, trace.size_bytes, trace.stream]
+        if not chosen.all():
+            columns = [column[chosen] for column in columns]
+        action, block, size, stream = columns
+    else:
+        steps, block, size, stream = np.array(trace, dtype=np.int64).reshape(-1, 4).T
+        action = np.array([_ACTIONS[step] for step in Step], dtype=np.uint8)[steps]
+    return Events(
+        action=action,
+        block=block,
+        size_bytes=size,
+        stream=stream.astype(np.int32, copy=False),
+        address=np.zeros(0, dtype=np.int64),
+        lanes={},
+    )
+
+
+def replay_events(events: Events, allocator: CachingAllocator) -> ReplayResult:
+    """Replay columns over arrays, which numba compiles where it is there; as `replay_operations`."""
+    engine = Engine(allocator, events)
+    ooms: list[int] = []
+    at = 0
+    while at < len(events):
+        failed, at = engine.run(at, len(events))
+        if failed:
+            ooms.append(at - 1)
+    engine.store()
+    return _result(allocator, len(events), engine.placements, engine.changes, ooms)
 
 
 def config_for(listed: OperationList, **changes: Any) -> CachingConfig:
@@ -203,7 +245,7 @@ def config_for(listed: OperationList, **changes: Any) -> CachingConfig:
 
 def replay_operations(operations: Sequence[Operation], allocator: CachingAllocator) -> ReplayResult:
     """Replay operations through an allocator that is at hand (and may hold blocks already)."""
-    live: dict[int, Chunk | None] = {}
+    live: dict[int, Chunk] = {}
     placements: list[tuple[int, int]] = []
     reserved: list[tuple[int, int]] = []
     ooms: list[int] = []
@@ -231,11 +273,21 @@ def replay_operations(operations: Sequence[Operation], allocator: CachingAllocat
         if allocator.reserved_bytes != before:
             before = allocator.reserved_bytes
             reserved.append((index, before))
+    return _result(allocator, len(operations), placements, reserved, ooms)
+
+
+def _result(
+    allocator: CachingAllocator,
+    count: int,
+    placements: npt.ArrayLike,
+    reserved: npt.ArrayLike,
+    ooms: Sequence[int],
+) -> ReplayResult:
     book = allocator.stats_book
     return ReplayResult(
-        event_count=len(operations),
-        placements=tuple(placements),
-        reserved=tuple(reserved),
+        event_count=count,
+        placements=np.array(placements, dtype=np.int64).reshape(-1, 2),
+        reserved=np.array(reserved, dtype=np.int64).reshape(-1, 2),
         ooms=tuple(ooms),
         stats=allocator.stats(),
         segments=segments_of(allocator),

@@ -82,16 +82,16 @@ class Program:
                     before.append((key, block.requested_bytes or block.size_bytes, segment.stream))
         if recording.held_bytes:
             before.append((-2 - len(before), recording.held_bytes, 0))
-        block = trace.block
-        foreign = np.flatnonzero((trace.action == _FREE) & (block == NO_BLOCK))
+        keys = trace.block
+        foreign = np.flatnonzero((trace.action == _FREE) & (keys == NO_BLOCK))
         if len(foreign):
-            block = block.copy()
-            block[foreign] = [key_of.get(address, NO_BLOCK) for address in trace.address[foreign].tolist()]
+            keys = keys.copy()
+            keys[foreign] = [key_of.get(address, NO_BLOCK) for address in trace.address[foreign].tolist()]
         allocs = np.flatnonzero(trace.action == _ALLOC)
         return Program(
             events=Events(
                 action=trace.action,
-                block=block,
+                block=keys,
                 size_bytes=trace.size_bytes,
                 stream=trace.stream,
                 address=trace.address.view(np.int64),
@@ -151,8 +151,8 @@ class Run:
     """What an allocator made of a program.
 
     Attributes:
-        placements: per allocation ``(region, offset)``; ``(-1, 0)`` where it failed or was empty. One row each.
-        reserved_changes: ``(event, reserved bytes)`` each time they changed, one row each.
+        placements: a row per allocation: region, offset; -1, 0 where it failed or was empty.
+        reserved_changes: a row each time they changed: event, reserved bytes.
         failures: allocations that ran out of memory, in order.
         stats: the allocator's own.
         live_bytes, allocated_bytes, reserved_bytes: after each event; empty unless asked for.

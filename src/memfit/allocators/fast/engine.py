@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -164,7 +165,7 @@ def _numbered(block: Ints, chunks: Mapping[int, Chunk]) -> tuple[int, int, Ints]
     return least, most - least + 1, block
 
 
-def _readonly(column: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+def _readonly(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """A view that numba has one type for, whatever it came from."""
     view = np.ascontiguousarray(column).view()
     view.flags.writeable = False

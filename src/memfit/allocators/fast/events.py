@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
 from memfit.allocators.fast import books, pieces, serving, taking
 from memfit.allocators.fast import fields as f
@@ -17,6 +17,12 @@ SEGMENT_FREE, SEGMENT_UNMAP = int(Action.SEGMENT_FREE), int(Action.SEGMENT_UNMAP
 
 MARGIN = 8
 """Rows of chunks that one event may need, beside two for each free chunk when pages are given back."""
+
+
+@compiled
+def _wide(number: Any) -> int:
+    """A number of a narrow column as one of 64 bits, the only kind that functions here are compiled for."""
+    return int(number + 0)
 
 
 @compiled
@@ -36,7 +42,7 @@ def advance(a: Arrays, e: Columns, start: int, stop: int) -> tuple[int, int]:
             failed = not _allocate(a, e, index)
         elif action == FREE:
             slot = e.block[index] - numbers[f.LEAST_BLOCK]
-            chunk = np.int64(e.slots[slot])
+            chunk = _wide(e.slots[slot])
             if chunk != NONE:
                 e.slots[slot] = NONE
                 serving.free(a, chunk)
@@ -79,7 +85,7 @@ def _allocate(a: Arrays, e: Columns, index: int) -> bool:
     chunk = NONE
     if e.size[index] > 0:
         numbers[f.RESERVED_BEFORE] = numbers[f.RESERVED]
-        chunk = serving.malloc(a, np.int64(e.lane[e.stream[index]]), e.size[index])
+        chunk = serving.malloc(a, _wide(e.lane[e.stream[index]]), e.size[index])
     if chunk == NONE:
         e.placements[place, 0], e.placements[place, 1] = -1, 0
         return bool(e.size[index] == 0)
@@ -101,9 +107,9 @@ def _other(a: Arrays, e: Columns, index: int, action: int) -> bool:
     """Any other event. False: an allocation that failed in the run fails here, too."""
     numbers = a.numbers
     if action == RECORD:
-        chunk = np.int64(e.slots[e.block[index] - numbers[f.LEAST_BLOCK]])
+        chunk = _wide(e.slots[e.block[index] - numbers[f.LEAST_BLOCK]])
         if chunk != NONE:
-            serving.use(a, chunk, np.int64(e.stream[index]))
+            serving.use(a, chunk, _wide(e.stream[index]))
     elif action == SYNC:
         numbers[f.DONE_COUNT] = numbers[f.WAITING_COUNT]
     elif action == EMPTY:
@@ -114,7 +120,7 @@ def _other(a: Arrays, e: Columns, index: int, action: int) -> bool:
         _given_back(a, e, index, action)
     elif action == OOM and e.size[index] > 0:
         numbers[f.RESERVED_BEFORE] = numbers[f.RESERVED]
-        chunk = serving.malloc(a, np.int64(e.lane[e.stream[index]]), e.size[index])
+        chunk = serving.malloc(a, _wide(e.lane[e.stream[index]]), e.size[index])
         if chunk == NONE:
             return False
         if index <= numbers[f.KEPT_AFTER]:

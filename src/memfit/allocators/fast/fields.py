@@ -24,8 +24,9 @@ NO_USE = -(1 << 63)
 MAJOR, MINOR, LEFT, RIGHT = range(4)
 NODE_FIELDS = 4
 
-# A home: the chunks of one lane (a stream in a pool) and one size class. It has row 2 * lane + (1 if small) of
-# the chunks, and the same node is the header of its tree of free chunks; that of unmapped ones is HOMES further.
+# A home: the chunks of one lane (a stream in a pool) and one size class. It has row 2 * lane + (1 if small)
+# of the chunks, and the same node is the header of its tree of free chunks; that of unmapped ones is HOMES
+# further.
 STREAM, PRIVATE, SEARCHES, SEARCH_HOME, RELEASED = range(5)
 
 # A region.
@@ -71,8 +72,9 @@ EXACT, KEPT_AFTER, LEAST_BLOCK = range(144, 147)
 CHANGES, PLACEMENTS, SAME, COMPARED, RESERVED_BEFORE, LAST_RESERVED = range(147, 153)
 RECORDED_COUNT, KNOWN_COUNT = range(153, 155)
 NUMBERS = 160
-"""Behind them come the recorded segments: ``(size, address, next of this size)`` each, sorted by size, where the
-third number counts in the first of each size; then the sorted addresses of segments that lie where they lay."""
+"""Behind them come the recorded segments: ``(size, address, next of this size)`` each, sorted by size, where
+the third number counts in the first of each size; then the sorted addresses of segments that lie where they
+lay."""
 
 # What `events.advance` comes back with.
 REACHED, NEEDS_ROOM, FAILED = range(3)

@@ -48,7 +48,7 @@ def new_region(a: Arrays, home: int, size: int, page: int) -> int:
 
 @compiled
 def _first_not_below(numbers: Ints, begin: int, count: int, step: int, value: int) -> int:
-    """Of ``count`` sorted numbers, ``step`` places apart, the first that is ``value`` or more (or ``count``)."""
+    """Of ``count`` sorted numbers, ``step`` places apart, the first from ``value`` on, or ``count``."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2

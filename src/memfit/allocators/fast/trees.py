@@ -1,8 +1,8 @@
 """Free chunks in order: treaps, whose nodes have the numbers of the chunks.
 
-A tree hangs on the right of its header, a node without a chunk. Nodes are ordered by ``(MAJOR, MINOR)``. Their
-priorities are hashes of their numbers: the shape of a tree is as good as random, and what is found in it depends
-on the keys alone.
+A tree hangs on the right of its header, a node without a chunk. Nodes are ordered by ``(MAJOR, MINOR)``.
+Their priorities are hashes of their numbers: the shape of a tree is as good as random, and what is found in
+it depends on the keys alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def remove(nodes: Ints, header: int, node: int) -> None:
         side = RIGHT if _below(nodes, at, major, minor) else LEFT
         at = nodes[parent, side]
     left, right = nodes[node, LEFT], nodes[node, RIGHT]
-    while left != NONE and right != NONE:
+    while left != NONE and right != NONE:  # noqa: PLR1714
         if _priority(left) >= _priority(right):
             nodes[parent, side] = left
             parent, side = left, RIGHT
@@ -87,7 +87,7 @@ def following(nodes: Ints, header: int, node: int) -> int:
     if at != NONE:
         while nodes[at, LEFT] != NONE:
             at = nodes[at, LEFT]
-        return at
+        return int(at)
     major, minor = nodes[node, MAJOR], nodes[node, MINOR]
     found, at = NONE, nodes[header, RIGHT]
     while at != node:
