@@ -110,7 +110,7 @@ def test_the_variants_cover_the_table() -> None:
 
 @pytest.mark.parametrize(("case", "variant"), _pairs())
 def test_three_steps_are_as_the_exactness_says(case: str, variant: str, plain: dict[str, Trained]) -> None:
-    technique = VARIANTS[variant]
+    technique = dataclasses.replace(VARIANTS[variant])
     _as_graded(plain[case], train(CASES[case], technique.apply), [technique], case)
 
 
@@ -189,7 +189,7 @@ def _later_pairs() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("first", "second"), _later_pairs())
 def test_two_together_or_a_clear_refusal(first: str, second: str, plain: dict[str, Trained]) -> None:
-    pair = VARIANTS[first], VARIANTS[second]
+    pair = dataclasses.replace(VARIANTS[first]), dataclasses.replace(VARIANTS[second])
     refused = any({first, second} == set(r) for r in REFUSED) or (second, first, "then") in REFUSED
 
     def both(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -338,7 +338,7 @@ def test_distributed_data_parallel_with_an_optimizer(variant: str, one_process_g
     """Applied before wrapping, as the types and the number of parameters must be known then."""
     from torch.nn.parallel import DistributedDataParallel
 
-    technique, runs = VARIANTS[variant], []
+    technique, runs = dataclasses.replace(VARIANTS[variant]), []  # mixed precision keeps a scale for each
     for wrap in (lambda model: model, DistributedDataParallel):
         model = CASES["gpt"].model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -370,7 +370,7 @@ def test_what_cannot_go_into_a_wrapped_model_says_so(variant: str, one_process_g
 @pytest.mark.parametrize("variant", ["bf16", "fp16"])
 def test_low_precision_compiles_whole(variant: str) -> None:
     """In one graph, and to what PyTorch's own autocast gives, compiled."""
-    technique, case = VARIANTS[variant], CASES["mlp"]
+    technique, case = dataclasses.replace(VARIANTS[variant]), CASES["mlp"]
     dtype = torch.bfloat16 if variant == "bf16" else torch.float16
     model, plain = case.model(), case.model()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -253,7 +253,7 @@ class MixedPrecisionTraining(Technique):
 
         run = _RUNS.get(id(self))
         device, dtype = device_type(model), _dtype(low)
-        if run is None:
+        if run is None or not any(model() is not None for model in run.models):
             scale = None
             if low == "fp16":
                 scale = LossScale(scale=float(self.initial_scale), growth_interval=self.growth_interval)
