@@ -12,7 +12,7 @@ from memfit.analysis import memory as memory_module
 from memfit.analysis.subject import Subject
 from memfit.capture.graph import Op, StepGraph, Storage
 from memfit.core.snapshot import Segment, Snapshot, SnapshotBlock
-from memfit.core.trace import CATEGORIES, PHASES, TraceBuilder
+from memfit.core.trace import CATEGORIES, PHASES, Action, TraceBuilder
 from memfit.profiling.profile import Profile
 from memfit.profiling.usage import StepMemory
 
@@ -121,6 +121,15 @@ def test_fragmentation_is_that_of_the_replayed_allocator():
     assert found.live_bytes == (4 * 12 + 4 * 14) * MIB and found.largest_free_bytes == 12 * MIB
     assert found.ratio == pytest.approx(48 / 152)
     assert found.over_time[-1][1:] == (found.live_bytes, found.peak_reserved_bytes)
+
+
+def test_a_trace_too_long_to_be_replayed_tells_by_its_own_segments(monkeypatch):
+    builder = TraceBuilder()
+    builder.append(Action.SEGMENT_ALLOC, size_bytes=20 * MIB)
+    builder.free(builder.alloc(15 * MIB))
+    monkeypatch.setattr(memory_module, "MOST_REPLAYED_EVENTS", 2)
+    found = MemoryAnalyzer(builder.build()).analyze().fragmentation
+    assert (found.source, found.peak_reserved_bytes, found.live_bytes) == ("recorded", 20 * MIB, 15 * MIB)
 
 
 def test_a_snapshot_without_history():

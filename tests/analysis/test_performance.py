@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from memfit import InputError, PerformanceAnalyzer, UsageError
 from memfit.analysis import performance as performance_module
+from memfit.analysis.subject import Subject
 from memfit.capture.graph import Op, StepGraph
 from memfit.core.devices import find_gpu
 from memfit.formats.operator_times import read_operator_times, times_of
@@ -196,3 +197,10 @@ def test_what_cannot_be_analysed(tmp_path):
 
 def test_the_docstring():
     assert doctest.testmod(performance_module).attempted
+
+
+def test_a_compressed_profiler_trace_is_known_by_its_content(recorded, tmp_path):
+    packed = tmp_path / "anything"
+    packed.write_bytes(gzip.compress(recorded[0].read_bytes()))
+    subject = Subject.of(packed)
+    assert subject.times is not None and subject.recording is None  # it was recorded without memory

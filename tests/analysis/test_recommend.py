@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from memfit import OptimizationRecommender, Plan, UsageError, Workload, undo
+from memfit.analysis.analyses import analyze
 from memfit.analysis.candidates import candidate_settings, settings_to_try
+from memfit.analysis.subject import Subject
 from memfit.capture.step import build_step
 from memfit.capture.tracker import StepTracker
 from memfit.techniques import (
@@ -94,13 +96,29 @@ def test_every_technique_of_the_table_can_be_tried():
 
 
 @pytest.fixture(scope="module")
-def found():
+def analysed():
+    """Every analysis of the workload, with three techniques to try, on whatever engine is here."""
     kinds = (GradientCheckpointing, MicroBatching, OptimizerImplementation)
-    recommender = OptimizationRecommender(
-        workload(), gpu="rtx3060-12gb", budget="60MiB", allow="reordered", engine="auto",
-        techniques={kind.name: kind for kind in kinds},
-    )  # fmt: skip
-    return recommender.recommend()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memfit.techniques.TECHNIQUES", {kind.name: kind for kind in kinds})
+        subject = Subject.of(workload(), gpu="rtx3060-12gb", budget="60MiB", allow="reordered")
+        return analyze(subject)
+
+
+@pytest.fixture
+def found(analysed):
+    return analysed.results["recommendations"]
+
+
+def test_all_analyses_of_a_workload_agree(analysed):
+    memory, performance, limits, advice = analysed.results.values()
+    assert not analysed.skipped and analysed.subject.oracle is None
+    graph = analysed.subject.graph
+    assert memory.peak_bytes == graph.peak_bytes and memory.capacity_bytes == 60 << 20
+    assert performance.seconds == pytest.approx(advice.plain.step_seconds)
+    assert performance.flops == graph.flops == advice.plain.flops
+    assert limits.limit.kind == "memory_capacity"
+    assert advice.plain.peak_requested_bytes >= graph.peak_bytes  # and the libraries' workspaces
 
 
 def test_advice_is_ranked_with_its_saving_and_cost(found):

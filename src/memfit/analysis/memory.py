@@ -310,7 +310,7 @@ def _fragmentation(recording: Recording) -> Fragmentation | None:
     """Live against reserved bytes over time: PyTorch's allocator is replayed over the events."""
     count = len(recording.trace)
     if not 0 < count <= MOST_REPLAYED_EVENTS:
-        return None
+        return _recorded_fragmentation(Timeline.of(recording.trace))
     result = replay(recording, compare=False)
     run = result.main
     if not len(run.reserved_bytes):
@@ -326,6 +326,23 @@ def _fragmentation(recording: Recording) -> Fragmentation | None:
         live_bytes=int(run.live_bytes[at]),
         largest_free_bytes=max(free, default=0),
         over_time=tuple((int(i), int(run.live_bytes[i]), int(run.reserved_bytes[i])) for i in chosen),
+    )
+
+
+def _recorded_fragmentation(timeline: Timeline) -> Fragmentation | None:
+    """Of a trace that is too long to be replayed: by its own segments, where it has them."""
+    if not timeline.peak_reserved_bytes:
+        return None
+    highest = np.flatnonzero(timeline.reserved_bytes == timeline.peak_reserved_bytes)
+    at = int(highest[np.argmax(timeline.live_bytes[highest])])
+    chosen = np.linspace(0, len(timeline.live_bytes) - 1, SERIES_POINTS).astype(int)
+    return Fragmentation(
+        peak_reserved_bytes=timeline.peak_reserved_bytes,
+        live_bytes=int(timeline.live_bytes[at]),
+        over_time=tuple(
+            (int(i), int(timeline.live_bytes[i]), int(timeline.reserved_bytes[i])) for i in chosen
+        ),
+        source="recorded",
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
-from collections.abc import Mapping
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from memfit.planning.oracle import StepOracle
 
 WORKLOAD_PREFIXES = ("hf:", "tv:")
-_LARGEST_JSON_BYTES = 256 << 20
+_HEAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,13 +164,13 @@ def _read_path(text: str) -> tuple[dict[str, Any], str]:
         return {"profile": Profile.load(path)}, path.name
     if not path.exists() and is_workload(text):
         return {"workload": text}, text
-    head = _json_object(path)
-    if head.get("schema") == "memfit-profile":
-        return {"profile": Profile.load(path)}, path.parent.name
-    if "ops" in head and "storages" in head:
-        return {"graph": StepGraph.from_json(head)}, str(head.get("name") or path.name)
-    if "traceEvents" in head:
+    head = _head(path)
+    if b'"memfit-profile"' in head:
+        return {"profile": Profile.load(path)}, path.absolute().parent.name
+    if b'"traceEvents"' in head:
         return _profiler_trace(path), path.name
+    if b'"schema_version"' in head:
+        return _step_graph(path), path.name
     return {"recording": read_trace(path)}, path.name
 
 
@@ -179,15 +180,27 @@ def is_workload(text: str) -> bool:
     return text.startswith(WORKLOAD_PREFIXES) or bool(colon and file.endswith(".py"))
 
 
-def _json_object(path: Path) -> Mapping[str, Any]:
-    """A plain JSON file's object; empty for every other file, which other readers know."""
+def _head(path: Path) -> bytes:
+    """The beginning of a JSON file, unpacked; empty for every other file, which other readers know."""
     try:
-        if path.stat().st_size > _LARGEST_JSON_BYTES or path.read_bytes()[:1] != b"{":
-            return {}
+        with path.open("rb") as plain:
+            packed = plain.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else path.open("rb") as file:
+            head: bytes = file.read(_HEAD_BYTES)
+    except (OSError, EOFError, zlib.error):
+        return b""
+    return head if head.lstrip()[:1] in (b"{", b"[") else b""
+
+
+def _step_graph(path: Path) -> dict[str, Any]:
+    """A step graph, or else a memory snapshot as JSON."""
+    try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if isinstance(data, dict) and "ops" in data and "storages" in data:
+        return {"graph": StepGraph.from_json(data)}
+    return {"recording": read_trace(path)}
 
 
 def _profiler_trace(path: Path) -> dict[str, Any]:
