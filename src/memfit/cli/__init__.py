@@ -54,6 +54,7 @@ COMMANDS: Mapping[str, Command] = {
     "diff": Command("memfit.cli.diff:diff", "Say why one run needs more memory than another; a gate for CI."),
     "check": Command("memfit.cli.check:check", "Check that a run keeps a limit of GPU memory; a gate for CI."),
     "rules": Command("memfit.cli.diagnose:rules", "List the rules of memfit diagnose."),
+    "dashboard": Command("memfit.cli.dashboard:dashboard", "Show memory live in a browser."),
     "export": Command("memfit.cli.export:export", "Serve what the monitor sees for Prometheus to scrape."),
     "analyze": Command(
         "memfit.cli.analyze:analyze",

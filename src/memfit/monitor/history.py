@@ -171,7 +171,9 @@ class History:
                 continue
             rows = read_ring(self.folder / f"{tier.name}.ring")
             part = _split(rows, bucketed=tier.bucket_seconds > 0)
-            joined = part if joined is None else _older_first(part, joined, tier.bucket_seconds)
+            joined = part if joined is None else _older_first(part, joined)
+            if len(rows) and rows.number[0] == 1:
+                break  # it has lost nothing, so that coarser tiers have nothing more
         assert joined is not None, "a history has a tier that is not the whole"
         times = joined.time_seconds
         inside = slice(*np.searchsorted(times, [begin_seconds, end_seconds], side="left").tolist())
@@ -192,7 +194,7 @@ def _split(rows: Rows, *, bucketed: bool) -> Series:
     return Series(time_seconds=rows.time_seconds, low=parts["min"], high=parts["max"], last=parts["last"])
 
 
-def _older_first(coarse: Series, fine: Series, bucket_seconds: float) -> Series:
+def _older_first(coarse: Series, fine: Series) -> Series:
     """``fine``, and before it the buckets of ``coarse`` that began before it begins."""
     if not len(fine):
         return coarse
