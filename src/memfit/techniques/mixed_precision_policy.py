@@ -126,7 +126,7 @@ class FullPrecisionForward(ReplacedForward):
 
 class LowPrecisionForward(ReplacedForward):
     """Runs a whole model under autocast where none is on yet; its results then leave in fp32, so that a loss
-    outside of the region is computed in fp32."""
+    outside of the region is computed in fp32. Where the loss is among them they leave as they are."""
 
     def __init__(
         self,
@@ -147,6 +147,8 @@ class LowPrecisionForward(ReplacedForward):
             return self.original()(*args, **kwargs)
         with low_precision(self.device, self.dtype):
             output = self.original()(*args, **kwargs)
+        if isinstance(getattr(output, "loss", None), torch.Tensor):
+            return output  # transformers' way: nobody computes a loss of these logits again
         return tree_map(_raised, output)
 
 
