@@ -240,3 +240,20 @@ def test_offloaded_state_goes_on_from_a_checkpoint() -> None:
             model[0].weight.mul_(0.5)  # the host's copy must not win
     assert torch.equal(_steps(net, optimizer, range(3, 5)), _steps(again, other, range(3, 5)))
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("technique", [OptimizerInBackward(), OffloadedOptimizerState()])
+def test_sparse_gradients_are_stepped_elsewhere_too(technique: Any) -> None:
+    weights = []
+    for applied in (False, True):
+        torch.manual_seed(0)
+        table = nn.EmbeddingBag(100, 8, sparse=True)
+        optimizer = torch.optim.SparseAdam(list(table.parameters()), lr=0.1)
+        if applied:
+            technique.apply(table, optimizer)
+        for ids in ([[1, 2, 2, 7]], [[7, 9], [1, 1]]):
+            table(torch.tensor(ids)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(table.weight.detach())
+    assert torch.equal(*weights)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memfit.core.errors import UsageError
 from memfit.techniques import MicroBatching, micro_batches_of, undo
+from memfit.techniques.micro_batching import weighted
 
 Pair = namedtuple("Pair", "x y")
 
@@ -84,6 +85,31 @@ def test_unequal_token_counts_are_weighted() -> None:
     samples = gradient(list(micro.split((x, target))))
     torch.testing.assert_close(tokens, whole, rtol=1e-12, atol=1e-12)
     assert not torch.allclose(samples, whole, rtol=1e-3)
+
+
+def test_a_piece_without_a_counted_token_does_not_poison_the_rest() -> None:
+    """Its mean loss is 0 / 0: not a number, whatever it is multiplied with."""
+    target = torch.tensor([[1, 2], [-100, -100], [3, -100]])
+    x = torch.randn(3, 2, 8)
+    tokens = lambda piece: float((piece[1] != -100).sum())  # noqa: E731
+
+    def gradient(pieces: list[tuple[Any, float]]) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 10)
+        for (a, t), weight in pieces:
+            (weight * F.cross_entropy(model(a).flatten(0, 1), t.flatten())).backward()
+        return model.weight.grad
+
+    cut = list(MicroBatching(micro_batches=3).split((x, target), loss_weight=tokens))
+    assert [weight for _, weight in cut] == pytest.approx([2 / 3, 1 / 3])
+    torch.testing.assert_close(gradient(cut), gradient([((x, target), 1.0)]))
+    separate = [(x[:1], target[:1]), (x[1:], target[1:])]
+    torch.testing.assert_close(gradient(list(weighted(separate, tokens))), gradient([((x, target), 1.0)]))
+    ignored = torch.full((2, 2), -100)
+    assert [w for _, w in MicroBatching().split((x[:2], ignored), loss_weight=tokens)] == [0.5, 0.5]
+    for bad in (-1.0, float("nan")):
+        with pytest.raises(UsageError, match="counts samples or tokens"):
+            list(weighted(separate, lambda piece, bad=bad: bad))
 
 
 @pytest.mark.parametrize("case", ["mlp", "hf-bert"])

@@ -3,7 +3,8 @@ the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,7 +71,7 @@ class MicroBatching(Technique):
                 pieces gives one a sample.
             loss_weight: over how many samples or tokens the loss of a piece takes its mean. Needed where
                 that differs between pieces of one size (padding): without it, long and short texts count
-                alike. ``None``: samples.
+                alike. ``None``: samples. Pieces of weight 0 are left out (see `weighted`).
 
         Raises:
             UsageError: tensors of different sizes in dimension 0, or none at all.
@@ -79,12 +80,38 @@ class MicroBatching(Technique):
         count = min(self.micro_batches, samples)
         bounds = [samples * number // count for number in range(count + 1)]
         pieces = [_cut(batch, start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
-        weights = [
-            float(loss_weight(p)) if loss_weight is not None else float(_sample_count(p)) for p in pieces
-        ]
-        total = sum(weights)
-        for piece, weight in zip(pieces, weights, strict=True):
-            yield piece, weight / total if total else 1.0 / count
+        yield from weighted(pieces, loss_weight)
+
+
+def weighted(
+    pieces: Sequence[Any], loss_weight: Callable[[Any], float] | None = None
+) -> Iterator[tuple[Any, float]]:
+    """Each of the batches that make up one step with the weight of its loss; the weights add up to 1.
+
+    For batches that a loader gives one by one, and which need not be of one size. A piece of weight 0 (every
+    token of it is ignored) is left out: its mean loss is a division by zero, which no weight makes good. If
+    all are, all are given, with equal weights: so the plain step's result is got, not a number.
+
+    Args:
+        loss_weight: see `MicroBatching.split`.
+
+    Raises:
+        UsageError: a weight that is negative or not finite.
+
+    Examples:
+        >>> import torch
+        >>> batches = [torch.ones(3), torch.ones(1)]
+        >>> [weight for _, weight in weighted(batches)]
+        [0.75, 0.25]
+    """
+    weights = [float((loss_weight or _sample_count)(piece)) for piece in pieces]
+    for weight in weights:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UsageError(f"micro_batching: loss_weight gave {weight!r}; it counts samples or tokens")
+    total = sum(weights)
+    for piece, weight in zip(pieces, weights, strict=True):
+        if weight or not total:
+            yield piece, weight / total if total else 1.0 / len(pieces)
 
 
 def micro_batches_of(model: nn.Module) -> int:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ class MixedPrecisionRun:
         touched = [m for m in self._living() if wanted & {id(p) for p in m.parameters()}]
         for member in touched:
             self._unscale(member)
-        norm = clip(chosen, max_norm, norm_type)
+        norm = clip(chosen, max_norm, norm_type, self._names())
         for member in touched:
             member.look()
         return norm
@@ -179,7 +180,7 @@ class MixedPrecisionRun:
 
     def _clip(self, member: _Member, inner: Inner) -> Any:
         if self.max_grad_norm is not None:
-            clip(member.parameters(), self.max_grad_norm)
+            clip(member.parameters(), self.max_grad_norm, names=self._names())
         return inner(None)
 
     def _unscale(self, member: _Member) -> None:
@@ -201,6 +202,10 @@ class MixedPrecisionRun:
         member.overflowed = unscale(member.parameters(), self.scale.scale)
         member.unscaled = True
         member.look()
+
+    def _names(self) -> dict[int, str]:
+        models = [model for reference in self.models if (model := reference()) is not None]
+        return {id(p): name for model in models for name, p in model.named_parameters()}
 
     def _member(self, optimizer: Optimizer) -> _Member:
         for member in self._living():
@@ -253,13 +258,19 @@ class _ScaleLoss(torch.autograd.Function):
         return gradients[0] * ctx.scale, None, None
 
 
-def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    names: Mapping[int, str] = MappingProxyType({}),
+) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` that says which gradient it cannot clip."""
     chosen = [p for p in parameters if p.grad is not None]
-    for number, parameter in enumerate(chosen):
+    for parameter in chosen:
         if parameter.grad is not None and parameter.grad.is_sparse:
+            name = names.get(id(parameter), "a parameter")
             raise UsageError(
-                f"sparse gradients cannot be clipped by norm: gradient {number}, of shape "
+                f"sparse gradients cannot be clipped by norm: that of {name}, of shape "
                 f"{tuple(parameter.shape)}, is sparse (an embedding with sparse=True); clip the others"
             )
     return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)

@@ -146,10 +146,13 @@ class _Host:
         for _, parameter in parameters_of(optimizer):
             if parameter.grad is None:
                 continue
+            if parameter.grad.is_sparse:  # small, and of another size each time
+                self._copies[id(parameter)] = (self._pair(parameter)[0], parameter.grad.to("cpu"))
             copy, gradient = self._pair(parameter)
             if self._versions.get(id(parameter)) != parameter._version:  # set by somebody else
                 copy.data.copy_(parameter, non_blocking=True)
-            gradient.copy_(parameter.grad, non_blocking=True)
+            if not parameter.grad.is_sparse:
+                gradient.copy_(parameter.grad, non_blocking=True)
             devices.add(parameter.device)
         for device in devices:
             if device.type == "cuda":
