@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 import torch
 from technique_models import CASES, GPT
@@ -10,7 +12,7 @@ from torch import nn
 from memfit.capture import capture_step
 from memfit.core.errors import UsageError
 from memfit.core.workload import Workload
-from memfit.techniques import GradientCheckpointing, LoRA, QLoRA, undo
+from memfit.techniques import GradientCheckpointing, LoRA, QLoRA, lora, undo
 from memfit.techniques.lora import nf4_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -135,3 +137,8 @@ def test_adapters_under_checkpointing_get_their_gradients() -> None:
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     assert len(gradients[0]) == 24
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_docstrings() -> None:
+    result = doctest.testmod(lora)
+    assert result.attempted and not result.failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import warnings
 from collections.abc import Callable
@@ -380,15 +381,18 @@ def test_frozen_layers_with_adapters_train() -> None:
     assert all(m.a.grad is not None and m.b.grad is not None for m in trained)
 
 
-def test_docstrings() -> None:
-    import doctest
-
-    for name in (
-        "mixed_precision",
-        "low_memory_optimizers",
-        "optimizer_in_backward",
+@pytest.mark.parametrize(
+    "module",
+    [
         "adaptive",
         "batch_size",
-    ):
-        result = doctest.testmod(importlib.import_module(f"memfit.techniques.{name}"))
-        assert result.attempted and not result.failed, name
+        "low_memory_optimizers",
+        "micro_batching",
+        "mixed_precision",
+        "offloaded_optimizer_state",
+        "optimizer_in_backward",
+    ],
+)
+def test_docstrings(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"memfit.techniques.{module}"))
+    assert result.attempted and not result.failed
