@@ -48,6 +48,14 @@ def checks_of_numbers_pass():
     assert all(value > 0 for value in torch.rand(8, device=device).tolist())
 
 
+def what_is_known_decides_with_what_is_not():
+    unknown = torch.randn(4, device=device) > 0
+    done = torch.full((4,), True, device=device)
+    assert (unknown | done).all() and torch.logical_or(done, unknown).all() and not (unknown & ~done).any()
+    unfinished = torch.ones(4, dtype=torch.long, device=device) & ~unknown
+    assert (unfinished & ~(done | unknown)).max() == 0 and not (unknown | ~done).all()
+
+
 def the_scripts_own_random_numbers_stay():
     torch.manual_seed(1)
     expected = torch.rand(3).tolist()
@@ -72,6 +80,7 @@ small_integers_are_true()
 masks_are_true()
 what_is_overwritten_is_forgotten()
 checks_of_numbers_pass()
+what_is_known_decides_with_what_is_not()
 the_scripts_own_random_numbers_stay()
 every_scaled_step_is_taken()
 print("all true")

@@ -151,6 +151,29 @@ def _uniform_result(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs
     return out
 
 
+def _absorb(absorbing: bool) -> Special:
+    """``true or unknown`` is true, ``false and unknown`` is false: loops end that end at a known length."""
+
+    def combine(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = device_tensors(args)
+        if len(inputs) == 2 and not all(values.keeps(tensor) for tensor in inputs):
+            return _uniform_result(values, func, args, kwargs)
+        known = [(tensor, values.shadow(tensor)) for tensor in inputs]
+        if len(known) != 2 or sum(shadow is None for _, shadow in known) != 1:
+            return _uniform_result(values, func, args, kwargs)
+        (tensor, shadow) = next((tensor, shadow) for tensor, shadow in known if shadow is not None)
+        if absorbing and any(one.dtype is not torch.bool for one in inputs):
+            return MISSING
+        if not (bool(shadow.all()) if absorbing else not bool(shadow.any())):
+            return MISSING
+        out = func(*args, **kwargs)
+        if out.shape == torch.broadcast_shapes(tensor.shape, out.shape):
+            values.learn_uniform(out, absorbing, values.origins(tensor))
+        return out
+
+    return combine
+
+
 def _select_known(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sizes that depend on data (`nonzero`, `unique`): those of the true values where they are known."""
     if not touches_device(args, kwargs):
@@ -264,8 +287,18 @@ _LOGIC = _overloads(
     aten.bitwise_or, aten.bitwise_and, aten.clone, aten.max, aten.min, aten.amax, aten.amin,
 )  # fmt: skip
 
+_OR = (aten.logical_or.default, aten.bitwise_or.Tensor, aten.logical_or_.default, aten.bitwise_or_.Tensor)
+_AND = (
+    aten.logical_and.default,
+    aten.bitwise_and.Tensor,
+    aten.logical_and_.default,
+    aten.bitwise_and_.Tensor,
+)
+
 SPECIAL: Mapping[Any, Special] = {
     **dict.fromkeys(_LOGIC, _uniform_result),
+    **dict.fromkeys(_OR, _absorb(True)),
+    **dict.fromkeys(_AND, _absorb(False)),
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default), _sum),
     **dict.fromkeys(_FILLS, _fill_new),
     **dict.fromkeys(_DYNAMIC, _select_known),
