@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,20 +26,23 @@ MIB = 1 << 20
 Serve = Callable[..., Dashboard]
 
 
-def a_trace(steps: int = 5, name: str = "train.py:7 step", module: str = "layers.0") -> Trace:
-    """Parameters for good; per step an activation, and 1 MiB that is never freed."""
+def a_trace(
+    steps: int = 5, name: str = "train.py:7 step", module: str = "layers.0", leak_bytes: int = MIB
+) -> Trace:
+    """Parameters for good; per step an activation, and a block that is never freed."""
     builder = TraceBuilder()
     builder.alloc(100 * MIB, category="parameter", phase="init", where="model.py:3 init")
     for _ in range(steps):
         activation = builder.alloc(
             50 * MIB, category="activation", phase="forward", where=name, module=module
         )
-        builder.alloc(MIB, phase="forward", where="loop.py:1 keep")
+        builder.alloc(leak_bytes, phase="forward", where="loop.py:1 keep")
         builder.free(activation, phase="backward")
         builder.free(builder.alloc(512, category="temporary", phase="optimizer"), phase="optimizer")
     return builder.build()
 
 
+@functools.cache
 def a_long_trace(events: int, seed: int = 1) -> tuple[Trace, int]:
     """Pairs of blocks of three categories; one of them, at a random place, far above all. Also its event."""
     draw = np.random.default_rng(seed)

@@ -120,6 +120,7 @@ def test_a_trace_its_keys_and_its_schemes(serve: Serve, visit: Open) -> None:
 def test_live_values_change_and_an_alert_appears(serve: Serve, visit: Open) -> None:
     class Growing(FakeSource):
         second = 0
+        full = False
 
         def read(self, now_seconds: float) -> Sample:
             self.second += 1
@@ -130,9 +131,10 @@ def test_live_values_change_and_an_alert_appears(serve: Serve, visit: Open) -> N
                 )
                 for rank in (0, 1)
             )
-            full = self.second > 12
             devices = (
-                a_gpu(0, used_bytes=79 * GIB if full else 30 * GIB, free_bytes=0 if full else 49 * GIB),
+                a_gpu(
+                    0, used_bytes=79 * GIB if self.full else 30 * GIB, free_bytes=0 if self.full else 49 * GIB
+                ),
                 a_gpu(1),
             )
             return Sample(time_seconds=now_seconds, devices=devices, allocators=ranks)
@@ -140,7 +142,8 @@ def test_live_values_change_and_an_alert_appears(serve: Serve, visit: Open) -> N
     rule = AlertRule(
         name="full", quantity="device_used_ratio", above=0.9, severity="error", summary="it is full"
     )
-    page = visit(serve(live_feed(Growing(), rules=(rule,)), interval_seconds=0.1))
+    source = Growing(Sample(time_seconds=0))
+    page = visit(serve(live_feed(source, rules=(rule,)), interval_seconds=0.1))
     assert text(page, "#live") == "live" and page.locator(".subject").count() == 4
     assert "Nothing is wrong" in text(page, "#alerts-now")
     tensors = page.locator(".tile", has_text="Tensors").locator("dd")
@@ -150,6 +153,7 @@ def test_live_values_change_and_an_alert_appears(serve: Serve, visit: Open) -> N
         "tile => tile.innerText.startsWith('Tensors') && !tile.innerText.includes(old))",
         arg=first,
     )
+    source.full = True
     page.wait_for_selector(".toast.error")
     assert "gpu0: it is full (98.8 %, over 90.0 %)" in text(page, "#alerts-now")
     assert page.title().startswith("✗")

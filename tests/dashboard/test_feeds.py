@@ -45,7 +45,7 @@ def naive(trace: Trace, event: int) -> dict[str, int]:
     return sums
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     seed=st.integers(0, 1000), begin=st.integers(0, 190), width=st.integers(1, 200), points=st.integers(6, 80)
 )

@@ -118,6 +118,7 @@ def a_rank(rank: int = 0, **figures: Any) -> AllocatorSample:
         "inactive_split_bytes": 2 * GIB,
         "allocated_by_pool": {"small": 1 * GIB, "large": 9 * GIB},
         "allocated_peak_bytes": 12 * GIB,
+        "run_peak_bytes": 13 * GIB,
         "alloc_retries": 0,
         "ooms": 0,
         "steps": 7,

@@ -182,6 +182,7 @@ def test_sees_the_real_allocator(tmp_path: Path) -> None:
     (one,) = sample.allocators
     peaks = [step.peak_bytes for step in sample.steps]
     assert len(peaks) == 40 and max(peaks) == result.peak_allocated_bytes  # type: ignore[type-var]
+    assert one.run_peak_bytes == result.peak_allocated_bytes and one.step_peak_bytes == peaks[-1]
     assert one.reserved_bytes is not None and one.reserved_bytes == result.peak_reserved_bytes
     assert one.allocated_bytes == sample.steps[-1].end_bytes and one.alloc_retries == one.ooms == 0
     assert one.allocated_by_pool["large"] + one.allocated_by_pool["small"] == one.allocated_bytes

@@ -162,7 +162,8 @@ _FIGURES = {
 
 
 def _peak(one: AllocatorSample) -> int | None:
-    known = [peak for peak in (one.allocated_peak_bytes, one.step_peak_bytes) if peak is not None]
+    peaks = (one.run_peak_bytes, one.allocated_peak_bytes, one.step_peak_bytes)
+    known = [peak for peak in peaks if peak is not None]
     return max(known, default=None)
 
 

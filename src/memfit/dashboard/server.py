@@ -37,7 +37,7 @@ def make_app(feed: Feed, stop: threading.Event) -> Any:
         from fastapi import FastAPI
         from starlette.requests import Request
         from starlette.responses import JSONResponse, Response, StreamingResponse
-        from starlette.routing import Route
+        from starlette.routing import BaseRoute, Route
     except ImportError as error:
         raise CannotRunHere("the dashboard needs FastAPI and uvicorn: pip install 'memfit[web]'") from error
 
@@ -62,7 +62,11 @@ def make_app(feed: Feed, stop: threading.Event) -> Any:
             return Response("not found", status_code=404, media_type="text/plain")
         return Response(found[0], media_type=found[1])
 
-    routes = [Route("/api/stream", stream), Route("/api/{question}", api), Route("/{path:path}", page)]
+    routes: list[BaseRoute] = [
+        Route("/api/stream", stream),
+        Route("/api/{question}", api),
+        Route("/{path:path}", page),
+    ]
     return FastAPI(routes=routes, docs_url=None, redoc_url=None, openapi_url=None)
 
 

@@ -42,13 +42,12 @@ class TraceSeries:
         if end - begin <= points:
             return np.arange(begin, max(begin, end))
         live = self.levels.live_bytes[begin:end]
-        runs = max(1, (points - 4) // 2)
-        size = len(live) // runs
-        whole = live[: size * runs].reshape(runs, size)
+        size = -(-len(live) // max(1, (points - 4) // 2))
+        runs = len(live) // size
+        whole, rest = live[: size * runs].reshape(runs, size), np.arange(size * runs, len(live))
         offsets = np.arange(runs) * size
-        rest = np.arange(size * runs, len(live))
-        ends = np.array([0, len(live) - 1])
         of_rest = [rest[np.argmax(live[rest])], rest[np.argmin(live[rest])]] if len(rest) else []
+        ends = np.array([0, len(live) - 1])
         picked = [offsets + whole.argmax(axis=1), offsets + whole.argmin(axis=1), ends, np.asarray(of_rest)]
         return begin + np.unique(np.concatenate(picked).astype(np.int64))
 

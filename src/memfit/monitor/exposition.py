@@ -201,7 +201,7 @@ def _of_allocator(one: AllocatorSample, status: Status, labels: dict[str, str]) 
     for pool, held in pools.items():
         yield "allocator_allocated_bytes", {**labels, "pool": pool}, held
     yield "allocator_allocated_peak_bytes", {**labels, "window": "step"}, one.step_peak_bytes
-    yield "allocator_allocated_peak_bytes", {**labels, "window": "reset"}, one.allocated_peak_bytes
+    yield "allocator_allocated_peak_bytes", {**labels, "window": "run"}, one.run_peak_bytes
     for category, held in one.by_category.items():
         yield "category_bytes", {**labels, "category": category}, held
     yield from _of_process(one, status, labels)

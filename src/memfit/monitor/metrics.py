@@ -70,7 +70,7 @@ _TABLE = (
     _bytes("allocator_requested", "What tensors asked for.", RANK),
     _bytes("allocator_inactive_split", "Free pieces of segments in use, which cannot be given back.", RANK),
     _bytes("allocator_allocated_peak",
-           "Highest allocated bytes: of the last step, or since the counters were reset.",
+           "Highest allocated bytes: of the last step, or of the whole run.",
            (*RANK, "window")),
     _bytes("allocator_largest_free_block", "Largest free piece in PyTorch's cache.", RANK),
     Metric(name="allocator_fragmentation_ratio", kind="gauge", labels=RANK, unit="ratio",

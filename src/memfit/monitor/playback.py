@@ -118,6 +118,7 @@ class TracePlayback:
             reserved_bytes=reserved,
             allocated_peak_bytes=int(levels.allocated_bytes[so_far].max()),
             reserved_peak_bytes=int(levels.reserved_bytes[so_far].max()),
+            run_peak_bytes=int(levels.allocated_bytes[so_far].max()),
             live_blocks=len(live.allocs),
             segments=int((action == Action.SEGMENT_ALLOC).sum() - (action == Action.SEGMENT_FREE).sum()),
             ooms=int((action == Action.OOM).sum()),

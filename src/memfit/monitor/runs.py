@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ MOST_RUNS_KEPT = 50
 POOL_COLUMNS = ("small_allocated_bytes", "large_allocated_bytes")
 ALLOCATOR_COLUMNS = (
     "requested_bytes", "allocated_bytes", "active_bytes", "reserved_bytes", "inactive_split_bytes",
-    "allocated_peak_bytes", "reserved_peak_bytes", "segments", "live_blocks", "alloc_retries", "ooms",
+    "allocated_peak_bytes", "reserved_peak_bytes", "run_peak_bytes", "segments",
+    "live_blocks", "alloc_retries", "ooms",
     "device_allocs", "device_frees", "allocated_total_bytes", "free_cached_bytes", "largest_free_bytes",
     "steps", "step_seconds", "step_peak_bytes", "step_end_bytes", "total_bytes",
 )  # fmt: skip
@@ -216,10 +217,12 @@ def number_of(column: str, value: float | None) -> float | int | None:
     return value if column in _SECONDS else int(value)
 
 
-def read_records(folder: Path) -> list[Record]:
-    """The processes of one run, by rank."""
+def read_records(folder: Path, *, leave_out: Container[Path] = ()) -> list[Record]:
+    """The processes of one run, by rank; ``leave_out`` has folders of processes that are not wanted."""
     found = []
     for path in sorted(folder.glob(f"*/{PROCESS_FILE}")):
+        if path.parent in leave_out:
+            continue
         try:
             about = json.loads(path.read_bytes())
         except (OSError, ValueError):
@@ -248,18 +251,19 @@ class RunSource:
         self.folder = folder
         self._only_alive = only_alive
         self._steps_read: dict[str, int] = {}
+        self._over: set[Path] = set()
 
     def records(self, now_seconds: float) -> list[Record]:
-        """The processes that are shown."""
-        found = read_records(self.folder)
+        """The processes that are shown. Those that have ended are not looked at again where only the living
+        count: a machine may have hundreds."""
+        found = read_records(self.folder, leave_out=self._over)
         if not found and self.folder.is_dir():
-            found = [
-                record
-                for run in sorted(self.folder.iterdir())
-                if run.is_dir()
-                for record in read_records(run)
-            ]
-        return [record for record in found if not self._only_alive or record.alive(now_seconds)]
+            runs = (run for run in sorted(self.folder.iterdir()) if run.is_dir())
+            found = [record for run in runs for record in read_records(run, leave_out=self._over)]
+        if not self._only_alive:
+            return found
+        self._over |= {record.folder for record in found if record.ended_seconds is not None}
+        return [record for record in found if record.alive(now_seconds)]
 
     def read(self, now_seconds: float) -> Sample:
         """The newest row of every process and device, and the steps since the last call."""

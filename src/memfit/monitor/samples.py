@@ -104,6 +104,7 @@ class AllocatorSample:
         inactive_split_bytes: free pieces of segments that are in use elsewhere; they cannot be given back.
         allocated_by_pool: ``{"small": …, "large": …}``, where known.
         allocated_peak_bytes, reserved_peak_bytes: since PyTorch's peak counters were last reset.
+        run_peak_bytes: the most that was allocated since it is watched, however often those were reset.
         segments, live_blocks: how many there are.
         alloc_retries, ooms, device_allocs, device_frees: counted since the process began.
         allocated_total_bytes: all that was ever allocated.
@@ -133,6 +134,7 @@ class AllocatorSample:
     allocated_by_pool: Mapping[str, int] = field(default_factory=dict)
     allocated_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
+    run_peak_bytes: int | None = None
     segments: int | None = None
     live_blocks: int | None = None
     alloc_retries: int | None = None

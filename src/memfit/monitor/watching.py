@@ -96,11 +96,9 @@ class Watcher:
         if self._owner != os.getpid():
             return
         with self._guarded():
-            held, peak = _levels(reset_peak)
-            step = self._steps.end(held, peak, key=self._key())
-            if peak is not None:
-                self.peak_bytes = max(self.peak_bytes, peak)
-            self._sources.add_step(step)
+            index, held, peak = _levels(reset_peak)
+            self._sources.add_step(self._steps.end(held, peak, key=self._key()), index)
+            self.peak_bytes = self._sources.peak_bytes
 
     def sample(self) -> Status | None:
         """Read now; the last status where reading fails."""
@@ -150,9 +148,8 @@ class Watcher:
 
     def _read(self) -> None:
         self.status = status = self._monitor.poll()
+        self.peak_bytes = self._sources.peak_bytes
         own = [one for one in status.sample.allocators if one.pid == self._owner]
-        for one in own:
-            self.peak_bytes = max(self.peak_bytes, one.allocated_peak_bytes or 0)
         if self._writer is not None:
             for step in status.sample.steps:
                 self._writer.write_step(step)
@@ -269,11 +266,22 @@ class _OwnSources:
         self._allocator = allocator
         self._host = HostSource()
         self._steps: list[Step] = []
-        self._last: Step | None = None
+        self._last: tuple[Step, int] | None = None
+        self._peaks: dict[int, int] = {}
 
-    def add_step(self, step: Step) -> None:
-        self._last = step
+    @property
+    def peak_bytes(self) -> int:
+        """The most of all devices."""
+        return max(self._peaks.values(), default=0)
+
+    def add_step(self, step: Step, index: int) -> None:
+        self._note_peak(index, step.peak_bytes)
+        self._last = step, index
         self._steps.append(step)
+
+    def _note_peak(self, index: int, peak: int | None) -> None:
+        if peak is not None:
+            self._peaks[index] = max(self._peaks.get(index, 0), peak)
 
     def read(self, now_seconds: float) -> Sample:
         count = len(self._steps)
@@ -291,16 +299,15 @@ class _OwnSources:
         self._allocator.close()
 
     def _with_step(self, one: AllocatorSample) -> AllocatorSample:
-        step = self._last
-        if step is None:
+        self._note_peak(one.index, one.allocated_peak_bytes)
+        one = replace(one, run_peak_bytes=self._peaks.get(one.index))
+        if self._last is None:
             return one
-        return replace(
-            one,
-            steps=step.number,
-            step_seconds=step.seconds,
-            step_peak_bytes=step.peak_bytes,
-            step_end_bytes=step.end_bytes,
-        )
+        step, index = self._last
+        one = replace(one, steps=step.number, step_seconds=step.seconds)
+        if index != one.index:
+            return one
+        return replace(one, step_peak_bytes=step.peak_bytes, step_end_bytes=step.end_bytes)
 
 
 class _StepClock:
@@ -324,16 +331,16 @@ class _StepClock:
         )
 
 
-def _levels(reset_peak: bool) -> tuple[int | None, int | None]:
-    """Allocated bytes now, and their peak since it was last set back, on the current CUDA device."""
+def _levels(reset_peak: bool) -> tuple[int, int | None, int | None]:
+    """The current CUDA device, its allocated bytes now, and their peak since it was last set back."""
     torch: Any = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
-        return None, None
+        return 0, None, None
     held = cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
     if reset_peak:
         cuda.reset_peak_memory_stats()
-    return int(held["current"]), int(held["peak"])
+    return int(cuda.current_device()), int(held["current"]), int(held["peak"])
 
 
 _ALL: weakref.WeakSet[Watcher] = weakref.WeakSet()

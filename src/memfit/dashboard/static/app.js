@@ -24,6 +24,7 @@ function subjects(state) {
   }
   return found;
 }
+const highest = (one) => Math.max(one.run_peak_bytes ?? 0, one.allocated_peak_bytes ?? 0, one.step_peak_bytes ?? 0) || null;
 const current = () => subjects(page.state).find((one) => one.key === page.subject);
 
 function choose(key) {
@@ -74,9 +75,9 @@ function tiles(one) {
     return list;
   }
   const trend = allocator.trend || {}, grows = trend.growth_bytes_per_step ?? null, soon = trend.seconds_to_oom ?? null;
-  const peak = Math.max(allocator.allocated_peak_bytes ?? 0, allocator.step_peak_bytes ?? 0);
+  const peak = highest(allocator);
   list.push({ name: "Tensors", value: bytes(allocator.allocated_bytes), note: `${bytes(allocator.requested_bytes)} asked for` });
-  list.push({ name: "Peak", value: bytes(peak || null), note: allocator.steps === null ? "since the counters were reset" : `after ${whole(allocator.steps)} steps` });
+  list.push({ name: "Peak", value: bytes(peak), note: allocator.steps === null ? "the most that was allocated" : `the most in ${whole(allocator.steps)} steps` });
   list.push({ name: "Room left", value: bytes(trend.room_bytes), note: "free on the device and in the cache" });
   list.push({ name: "Growth a step", value: grows === null ? "unknown" : grows > 0 ? `+${bytes(grows)}` : "none", note: grows === null ? "too few steps so far" : grows > 0 ? "held at the end of each step" : "no certain trend", level: grows > 0 ? "warn" : "" });
   list.push({ name: "Full in", value: soon === null ? "—" : seconds(soon), note: soon === null ? "nothing grows, or it is unknown" : "at this growth", level: soon !== null && soon < 7200 ? "bad" : "" });
@@ -152,7 +153,7 @@ function advice(one) {
 }
 
 function drawProcesses(state) {
-  const watched = state.allocators.map((one) => ({ key: one.key, gone: !one.alive, cells: [one.label, whole(one.steps), bytes(one.allocated_bytes), bytes(one.reserved_bytes), bytes(Math.max(one.allocated_peak_bytes ?? 0, one.step_peak_bytes ?? 0) || null), one.alloc_retries === null ? "unknown" : whole(one.alloc_retries), one.ooms === null ? "unknown" : whole(one.ooms)] }));
+  const watched = state.allocators.map((one) => ({ key: one.key, gone: !one.alive, cells: [one.label, whole(one.steps), bytes(one.allocated_bytes), bytes(one.reserved_bytes), bytes(highest(one)), one.alloc_retries === null ? "unknown" : whole(one.alloc_retries), one.ooms === null ? "unknown" : whole(one.ooms)] }));
   const pids = new Set(state.allocators.map((one) => one.pid));
   const others = state.processes.filter((one) => !pids.has(one.pid)).map((one) => ({ key: `${one.device}/${one.pid}`, gone: true, cells: [`${one.name ?? "unknown"} (pid ${one.pid})`, "", "", bytes(one.used_bytes), "", "", ""] }));
   keyed($("ranks-rows"), [...watched, ...others], (row) => row.key, (row) => make("tr", {}, row.cells.map((_, i) => make("td", { class: i ? "number" : "" }))), (element, row) => {
@@ -278,14 +279,14 @@ function drawFragmentation(data) {
   setText($("fragmentation-note"), known && data.axis === "event"
     ? "Share of what PyTorch reserved that no tensor uses. Where the free pieces lie, memfit replay tells, under every setting."
     : known ? `Share of the free cache that is not its largest piece (${bytes(one?.largest_free_bytes)}); ${bytes(stranded)} are stranded in segments in use.`
-    : "Not known: nobody has walked over the blocks of this process.");
+    : data.axis === "event" ? "This trace has no segments, so what PyTorch reserved is unknown." : "Not known: nobody has walked over the blocks of this process.");
   if (known) page.share = shareChart($("fragmentation-plot"), page.share, data.axis, data.x, data.ratio);
 }
 
 async function drawSteps(subject) {
   const data = await ask("steps", { subject, points: 400 });
   $("steps-plot").hidden = !data.count;
-  setText($("steps-note"), data.count ? `${whole(data.count)} steps. Red: what is held at the end of each; where it rises, something leaks.` : "No steps are counted: watcher.step() at the end of each tells them.");
+  setText($("steps-note"), data.count ? `${whole(data.count)} steps. Red: what is held at the end of each; where it rises, something leaks.` : whole_?.axis === "event" ? "This trace has no steps that can be told apart." : "No steps are counted: watcher.step() at the end of each tells them.");
   if (data.count) page.steps = stepsChart($("steps-plot"), page.steps, data);
 }
 
