@@ -59,11 +59,11 @@ class Place:
         self._sites: dict[tuple[CodeType, int], str] = {}
         self._skipped: dict[CodeType, bool] = {}
         self._hooks = contextlib.ExitStack()
+        # torch.compile warns of global hooks; these are not the program's.
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global")
 
     def install(self) -> None:
         """Hook into the forward of every module. The hooks cost nothing where a frame is compiled."""
-        # torch.compile warns of global hooks; these are not the program's.
-        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global")
         self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
         self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
 

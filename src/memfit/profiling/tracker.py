@@ -9,7 +9,8 @@ convolution's workspace) is not seen here, but in the allocator's own figures (`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class StorageTracker:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
+        self._is_ours: Callable[[torch.Tensor], bool] = attrgetter(f"is_{device_type}")
         self.place = Place(on_root=self._on_root, on_turn=self._on_backward)
         self.step: StepEvents | None = None
         self._live: dict[int, _Watch] = {}  # address of a storage -> its watch
@@ -106,19 +108,22 @@ class StorageTracker:
 
     def label(self, tensor: torch.Tensor, category: str, module: str = "") -> None:
         """Say what a tensor is for; one that is not known yet was there before the step."""
-        for storage in self._storages((tensor,)):
-            watch = self._live.get(storage._cdata)
-            if watch is not None:
-                if watch.block.category not in ("parameter", "buffer"):
-                    watch.block.category = category
-                    watch.block.module = watch.block.module or module
-            else:
-                self._there_before(storage, category, module)
+        if not self._is_ours(tensor) or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        watch = self._live.get(storage._cdata)
+        if watch is None:
+            self._there_before(storage, category, module)
+        elif watch.block.category not in ("parameter", "buffer"):
+            watch.block.category = category
+            watch.block.module = watch.block.module or module
 
     def see(self, out: Any, fresh: bool) -> None:
         """Note the storages of an operator's results that are not known yet."""
-        tensors = (out,) if isinstance(out, torch.Tensor) else _tensors(out)
-        for storage in self._storages(tensors):
+        for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(out):
+            if not self._is_ours(tensor) or tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._live:
                 continue
@@ -126,11 +131,6 @@ class StorageTracker:
                 self._born(storage, key)
             else:  # a view of, or a change to, what was there before
                 self._there_before(storage, "other", "")
-
-    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-        for tensor in tensors:
-            if tensor.device.type == self.device_type and tensor.layout is torch.strided:
-                yield tensor.untyped_storage()
 
     def _born(self, storage: Any, key: int) -> None:
         step, place = self.step, self.place
