@@ -29,6 +29,8 @@ def test_skipping_numbers_leads_where_drawing_them_does(count: int, before: int)
 
 
 def test_a_script_cannot_notice(preloaded: Preloaded, tmp_path: Path) -> None:
+    weights = torch.arange(1 << 24, dtype=torch.float32).reshape(4096, 4096)
+    torch.save({"w": weights}, tmp_path / "large.pt")
     outcome = preloaded.run("host_values.py", folder=tmp_path)
     assert outcome.stdout == "all true\n", outcome.stderr
 

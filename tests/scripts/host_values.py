@@ -95,12 +95,16 @@ def every_way_to_look_sees_the_values():
 
 
 def files_are_mapped():
-    torch.save({"w": torch.arange(1 << 24, dtype=torch.float32).reshape(4096, 4096)}, "large.pt")
-    weights = torch.load("large.pt")
+    weights = torch.load("large.pt")  # 0, 1, 2 … as 4096 rows of floats
     layer = torch.nn.Linear(4096, 4096, bias=False)
     layer.load_state_dict({"weight": weights["w"]})
     del weights
     assert layer.weight[1, 2].item() == 4098.0
+    torch.save({"w": layer.weight.detach() + 1}, "large.pt")
+    again = torch.load("large.pt")["w"]
+    torch.save({}, "large.pt")  # what is read from the script's own file must not be mapped
+    assert again[1, 2].item() == 4099.0
+    torch.save({"w": layer.weight.detach()}, "large.pt")
     layer.load_state_dict({"weight": torch.load("large.pt")["w"]})
     assert layer.cuda().weight.is_cuda
 

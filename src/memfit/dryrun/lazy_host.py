@@ -21,6 +21,7 @@ import torch
 
 from memfit.dryrun.recipes import Copied, Draw, Geometry, Recipe, Step, advanced, carry_out
 from memfit.dryrun.shadow import FLOATS, MISSING, MOST_FLOATS, address_of
+from memfit.dryrun.writes import SCRATCH_VARIABLE
 
 LARGE_BYTES = 1 << 20
 _MOST_STEPS = 24
@@ -51,6 +52,7 @@ class LazyHost:
         self._base: bytes | None = None  # the generator's state when the first number was put off
         self._skipped = 0
         self._busy = False
+        self._mapped: list[tuple[int, int]] = []
         self.count = 0
         self.size_bytes = 0
 
@@ -65,7 +67,13 @@ class LazyHost:
             for name in ("manual_seed", "set_rng_state", "seed"):
                 _before(module, name, self._forget_skipped)
         torch.load = _mapped_load(torch.load)
+        self._note_mapped_files()
         os.register_at_fork(before=self._before_fork)
+
+    def is_mapped(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is in a file that was mapped into memory for this process alone."""
+        address = tensor.data_ptr()
+        return any(begin <= address < end for begin, end in self._mapped)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of ``func`` where it can be put off; else `MISSING`, and what it reads is computed."""
@@ -148,6 +156,17 @@ class LazyHost:
         """Whether numbers were put off that the script's generator has yet to draw."""
         return self._skipped > 0
 
+    def _note_mapped_files(self) -> None:
+        original = torch.UntypedStorage.from_file
+
+        def from_file(filename: Any, shared: bool = False, nbytes: int = 0) -> Any:
+            storage = original(filename, shared, nbytes)
+            if not shared:
+                self._mapped.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            return storage
+
+        torch.UntypedStorage.from_file = staticmethod(from_file)  # type: ignore[method-assign]
+
     def _compute_inside(self, value: Any) -> None:
         if type(value) in _PLAIN:
             self.compute(value)
@@ -219,11 +238,19 @@ def _mapped_load(load: Callable[..., Any]) -> Callable[..., Any]:
     def mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
         if "mmap" not in kwargs and isinstance(f, str | os.PathLike):
             with contextlib.suppress(OSError):
-                if os.path.getsize(f) >= _LARGE_FILE_BYTES and zipfile.is_zipfile(f):
+                large = os.path.getsize(f) >= _LARGE_FILE_BYTES
+                if large and _stays_as_it_is(f) and zipfile.is_zipfile(f):
                     kwargs["mmap"] = True
         return load(f, *args, **kwargs)
 
     return mapped
+
+
+def _stays_as_it_is(file: str | os.PathLike[str]) -> bool:
+    """Whether the script cannot write to the file: it is the user's, and guarded. A file that shrinks while
+    it is mapped would end the process."""
+    scratch = os.environ.get(SCRATCH_VARIABLE)
+    return bool(scratch) and not os.path.lexists(f"{scratch}{os.path.realpath(file)}")
 
 
 def _state() -> bytes:
@@ -378,8 +405,7 @@ def _copy(host: LazyHost, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _copy_file(host: LazyHost, target: Any, source: Any) -> Any:
     """Weights from a file that is mapped into memory: read when somebody looks."""
-    mapped = _is_large(source) and source.untyped_storage().filename is not None
-    if mapped and _is_large(target):
+    if _is_large(source) and host.is_mapped(source) and _is_large(target):
         step = Step(aten.copy_.default, Geometry.of(target), source=source.detach())
         return target if host.put_off(target, step) else MISSING
     entry = host.holds(target)
