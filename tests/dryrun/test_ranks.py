@@ -88,6 +88,16 @@ def test_torchrun_with_several_processes_runs_each(tmp_path: Path, monkeypatch: 
     }  # fmt: skip
 
 
+@pytest.mark.dryrun
+def test_the_stages_of_a_pipeline_hear_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = [str(SCRIPTS / "pipeline.py")]
+    last = memfit.dry_run(script, gpu="a100-80gb", world_size=2, rank=1, steps=2, repeats=0, output="stderr")
+    assert (last.ended, last.steps_done, last.error) == ("steps", 2, None)
+    assert last.peak_by_category["optimizer_state"] == 8 * 2 * (1024 * 1024 + 1024)
+    assert [group.ranks for group in last.groups if group.sends] == [(0, 1)]
+
+
 # ----------------------------------------------------------------- which ranks, and how many
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from memfit.dryrun.accounts import GroupShape
+from memfit.dryrun.mail import Mailbox
 from memfit.dryrun.native_writers import after_import
 from memfit.dryrun.world import WORLD_VARIABLE
 
@@ -27,6 +28,7 @@ RECEIVED = (
     "objects that other ranks would have sent (broadcast, scatter or receive of Python objects): this rank's "
     "own stand in their place"
 )
+_MOST_SECONDS = 180.0  # to wait for a message: as long as another rank may take to start and get there
 _UNIQUE_ID = b"\1" * 128  # what NCCL's first rank puts into the store
 
 
@@ -170,7 +172,8 @@ def _collectives(note: NoteMissing, module: Any) -> None:
         _replace(module, name, _with_mine(getattr(module, name), position))
     _replace(module, "broadcast_object_list", _broadcast(note, module))
     _replace(module, "scatter_object_list", _scatter(note, module))
-    _replace(module, "recv_object_list", _receive(note))
+    _replace(module, "send_object_list", _send(module))
+    _replace(module, "recv_object_list", _receive(note, module))
     _replace(module, "destroy_process_group", _remembering(module))
     _replace(module, "all_reduce", _on_the_host(module, module.all_reduce))
 
@@ -261,10 +264,51 @@ def _scatter(note: NoteMissing, module: Any) -> Callable[..., Any]:
     return scatter_object_list
 
 
-def _receive(note: NoteMissing) -> Callable[..., Any]:
-    def recv_object_list(_objects: Any, src: Any = None, *_: Any, group_src: Any = None, **__: Any) -> int:
-        note(RECEIVED)
-        return int(src if src is not None else group_src or 0)
+@functools.cache
+def mailbox() -> Mailbox | None:
+    """This rank's messages, where ranks are run side by side."""
+    return Mailbox.of_this_process()
+
+
+def global_rank(group: Any, rank: int) -> int:
+    """The rank in the whole job of a group's member."""
+    members = _loaded()._world.pg_group_ranks.get(group) or {}
+    return next((whole for whole, inside in members.items() if inside == rank), rank)
+
+
+def _peer(module: Any, group: Any, rank: Any, group_rank: Any) -> int:
+    return int(rank) if group_rank is None else global_rank(_group(module, group), group_rank)
+
+
+def _send(module: Any) -> Callable[..., Any]:
+    original = module.send_object_list
+
+    def send_object_list(
+        objects: Any, dst: Any = None, group: Any = None, *args: Any, group_dst: Any = None, **kwargs: Any
+    ) -> Any:
+        box = mailbox()
+        if box is not None:
+            box.post("objects", _peer(module, group, dst, group_dst), pickle.dumps(list(objects)))
+        return original(objects, dst, group, *args, group_dst=group_dst, **kwargs)
+
+    return send_object_list
+
+
+def _receive(note: NoteMissing, module: Any) -> Callable[..., Any]:
+    def recv_object_list(
+        objects: Any, src: Any = None, group: Any = None, *_: Any, group_src: Any = None, **__: Any
+    ) -> int:
+        sender = _peer(module, group, src or 0, group_src)
+        box = mailbox()
+        content = None if box is None else box.take("objects", sender, seconds=_MOST_SECONDS)
+        if content is None:
+            note(RECEIVED)
+            return sender
+        device = module._get_object_coll_device(_group(module, group))
+        torch.empty(len(objects), dtype=torch.long, device=device)  # PyTorch receives sizes, then contents
+        torch.empty(len(content), dtype=torch.uint8, device=device)
+        objects[:] = pickle.loads(content)  # written by a rank of this very run
+        return sender
 
     return recv_object_list
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memfit.dryrun.collective_values import collectives
+from memfit.dryrun.devices import last_upload
 from memfit.dryrun.shadow import (
     FLOATS,
     MISSING,
@@ -258,6 +259,16 @@ def _spread(chosen: torch.Tensor, experts: int, evenly: bool) -> torch.Tensor:
     return ((rows[:, None] + torch.arange(count)) % experts).reshape(chosen.shape)
 
 
+def _lift(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor made of Python numbers: what it holds was copied to the device just before."""
+    out = func(*args, **kwargs)
+    if type(out) is torch.Tensor and out.is_cuda and values.keeps(out) and out.is_contiguous():
+        content = last_upload(out.data_ptr(), out.numel() * out.element_size())
+        if content:
+            values.learn(out, torch.frombuffer(bytearray(content), dtype=out.dtype).reshape(out.shape))
+    return out
+
+
 def _first_size(out: Any) -> int:
     first = next(iter(tensors(out)), None)
     return 0 if first is None or first.dim() == 0 else first.shape[0]
@@ -307,6 +318,7 @@ SPECIAL: Mapping[Any, Special] = {
     **dict.fromkeys((aten._index_put_impl_.default, aten._unsafe_index_put.default), _index),
     aten.masked_select.default: _select_masked,
     aten.topk.default: _route,
+    aten.lift_fresh.default: _lift,
     aten._local_scalar_dense.default: _read_scalar,
     aten.equal.default: _compare_all,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,

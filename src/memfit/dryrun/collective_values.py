@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from memfit.dryrun import absent_ranks
 from memfit.dryrun.devices import last_reduction
-from memfit.dryrun.shadow import Special, TrueValues, tensors
+from memfit.dryrun.shadow import WHOLE, Special, TrueValues, tensors
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 """A tensor that is written, and (on the host) what it then holds; None: not known."""
@@ -20,6 +21,9 @@ Rule = Callable[["_Call"], Iterable[Pair]]
 
 _SUM, _PRODUCT, _MOST, _LEAST, _MEAN = range(5)
 _BY_NAME = {"sum": _SUM, "product": _PRODUCT, "max": _MOST, "min": _LEAST, "avg": _MEAN}
+
+_LARGEST_MESSAGE = 4096  # numbers
+_MOST_SECONDS = 60.0
 
 sending: set[str] = set()
 """Names of the groups in which this rank sent to, or received from, single members."""
@@ -43,6 +47,12 @@ class _Call:
     @property
     def group_name(self) -> str:
         return "" if self._group is None else str(self._group.group_name)
+
+    @property
+    def peer(self) -> int:
+        """The rank in the whole job that a message goes to or comes from."""
+        number = next(value for value in self.args if type(value) is int)
+        return absent_ranks.global_rank(self._group, number)
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What ``tensor`` holds, on the host."""
@@ -175,9 +185,32 @@ def _keep(_call: _Call) -> Iterable[Pair]:
     return ()
 
 
-def _message(call: _Call) -> Iterable[Pair]:
+def _send(call: _Call) -> Iterable[Pair]:
+    """Small whole numbers go to the receiver, if it runs beside this rank."""
     sending.add(call.group_name)
+    box = absent_ranks.mailbox()
+    for tensor in tensors(call.args[0]):
+        value = call.known(tensor)
+        if box is not None and _is_message(tensor):
+            content = b"" if value is None else value.contiguous().view(torch.uint8).numpy().tobytes()
+            box.post("numbers", call.peer, content)
     return ()
+
+
+def _receive(call: _Call) -> Iterable[Pair]:
+    """Small whole numbers come from their sender, if it can be run; else what this rank has stays."""
+    sending.add(call.group_name)
+    box = absent_ranks.mailbox()
+    for tensor in tensors(call.args[0]):
+        if box is not None and _is_message(tensor):
+            content = box.take("numbers", call.peer, seconds=_MOST_SECONDS)
+            if content:
+                value = torch.frombuffer(bytearray(content), dtype=tensor.dtype)
+                yield tensor, value.reshape(tensor.shape)
+
+
+def _is_message(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype in WHOLE and tensor.numel() <= _LARGEST_MESSAGE
 
 
 _RULES: Mapping[str, Rule] = {
@@ -198,9 +231,9 @@ _RULES: Mapping[str, Rule] = {
     "scatter_": _scatter,
     "alltoall_": _exchange_lists,
     "alltoall_base_": _exchange,
-    "send": _message,
-    "recv_": _message,
-    "recv_any_source_": _message,
+    "send": _send,
+    "recv_": _receive,
+    "recv_any_source_": _keep,
 }
 _FUNCTIONAL_RULES: Mapping[str, Rule] = {
     "all_reduce": _reduce_new,
@@ -216,8 +249,8 @@ _FUNCTIONAL_RULES: Mapping[str, Rule] = {
     "all_to_all_single": _exchange,
     "broadcast": _gather_new,
     "broadcast_": _keep,
-    "isend": _message,
-    "irecv": _message,
+    "isend": _send,
+    "irecv": _receive,
 }
 
 

@@ -18,6 +18,7 @@ def _library() -> Any:
         return None
     library.memfit_device_stats.restype = ctypes.c_char_p
     library.memfit_unknown_calls.restype = ctypes.c_char_p
+    library.memfit_last_upload.restype = ctypes.c_void_p
     library.memfit_used_devices.restype = ctypes.c_uint64
     library.memfit_estimates.restype = ctypes.c_char_p
     library.memfit_estimate_bytes.restype = ctypes.c_size_t
@@ -50,6 +51,15 @@ def estimates() -> dict[str, int]:
     library = _library()
     names = [] if library is None else json.loads(library.memfit_estimates())
     return {name: library.memfit_estimate_bytes(name.encode()) for name in names}
+
+
+def last_upload(address: int, size_bytes: int) -> bytes | None:
+    """What this thread's last copy from the host put at ``address``, if that was it; up to 4096 bytes."""
+    library = _library()
+    if library is None:
+        return None
+    found = library.memfit_last_upload(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes))
+    return ctypes.string_at(found, size_bytes) if found else None
 
 
 def last_reduction() -> int:

@@ -28,6 +28,7 @@ from memfit.dryrun.build import build_stub
 from memfit.dryrun.command import ScriptCommand
 from memfit.dryrun.confidence import KEPT
 from memfit.dryrun.environment import MOST_GPUS, compiler_caches, gpu_environment
+from memfit.dryrun.mail import MAIL_VARIABLE
 from memfit.dryrun.result import DryRunResult
 from memfit.dryrun.world import World
 
@@ -66,6 +67,7 @@ class RunSettings:
     Args:
         gpus: how many GPUs the script's machine has.
         world, rank: the job of several processes that the script's is one of; the others are absent.
+        mail: folder for messages between ranks that are run side by side (see `memfit.dryrun.mail`).
         steps: stop after so many optimizer steps; ``"all"``: run to the script's own end.
         trace, snapshot: files to write memfit's trace and PyTorch's snapshot to.
         allow_writes: let the script write its files and reach its loggers and hubs.
@@ -79,6 +81,7 @@ class RunSettings:
     gpus: int = 1
     world: World | None = None
     rank: int = 0
+    mail: Path | None = None
     steps: int | Literal["all"] = 3
     trace: Path | None = None
     snapshot: Path | None = None
@@ -210,6 +213,8 @@ class Launch:
         environment.update(self._command.environment)
         if world is not None:
             environment.update(world.environment(self._settings.rank))
+        if self._settings.mail is not None:
+            environment[MAIL_VARIABLE] = str(self._settings.mail)
         environment[RUN_VARIABLE] = self._run
         environment["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "")
         sources = str(Path(__file__).resolve().parents[2])
@@ -233,6 +238,7 @@ class Launch:
             "/sys",
             str(self._folders.private),
             *compiler_caches(build_stub()).values(),
+            *([] if settings.mail is None else [str(settings.mail)]),
         ]
         return {
             "command": self._command.to_json(),

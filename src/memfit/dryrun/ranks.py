@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
+from memfit.core.errors import MemfitError
 from memfit.dryrun.accounts import GroupShape, RankAccount
+from memfit.dryrun.mail import note_gone, wanted_ranks
 from memfit.dryrun.result import DryRunResult
 from memfit.dryrun.world import World
 
@@ -18,7 +25,63 @@ RUN_ALL_UP_TO = 8
 MOST_RUNS = 24
 """Of a larger one at most so many ranks are run."""
 
+_POLL_SECONDS = 0.05
+
 RunRank = Callable[[int], DryRunResult]
+
+
+class SideBySide:
+    """Runs ranks next to each other, each once: those that are asked for, and those that others wait for.
+
+    Args:
+        launch: runs one rank.
+        told: set where everything is to end; set at the end.
+    """
+
+    def __init__(self, launch: RunRank, told: threading.Event) -> None:
+        self.mail = Path(tempfile.mkdtemp(prefix="memfit-mail-"))
+        self._launch, self._told = launch, told
+        self._lock = threading.Lock()
+        self._runs: dict[int, Future[DryRunResult]] = {}
+        self._threads: list[threading.Thread] = []
+        self._watcher = threading.Thread(target=self._watch, name="memfit-ranks", daemon=True)
+
+    def run(self, rank: int) -> DryRunResult:
+        """The result of a rank; of its one run, if it is running already."""
+        with self._lock:
+            first = rank not in self._runs
+            future = self._runs.setdefault(rank, Future())
+        if first:
+            try:
+                future.set_result(self._launch(rank))
+            except BaseException as error:
+                future.set_exception(error)
+            finally:
+                note_gone(self.mail, rank)
+        return future.result()
+
+    def __enter__(self) -> SideBySide:
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._told.set()
+        self._watcher.join()
+        for thread in self._threads:
+            thread.join()
+        shutil.rmtree(self.mail, ignore_errors=True)
+
+    def _watch(self) -> None:
+        """Start the ranks that others wait for."""
+        while not self._told.wait(_POLL_SECONDS):
+            for rank in wanted_ranks(self.mail) - self._runs.keys():
+                thread = threading.Thread(target=self._accompany, args=(rank,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _accompany(self, rank: int) -> None:
+        with contextlib.suppress(MemfitError):  # whoever waits for it goes on without
+            self.run(rank)
 
 
 def run_ranks(run: RunRank, world: World) -> DryRunResult:

@@ -17,7 +17,7 @@ from memfit.core.errors import UsageError
 from memfit.dryrun.command import ScriptCommand, parse_command
 from memfit.dryrun.confidence import with_confidence
 from memfit.dryrun.launcher import GRACE_SECONDS, Launch, RunSettings, interruptions, launch_folders
-from memfit.dryrun.ranks import run_ranks
+from memfit.dryrun.ranks import SideBySide, run_ranks
 from memfit.dryrun.repeats import with_other_answers
 from memfit.dryrun.result import DryRunResult
 from memfit.dryrun.world import World
@@ -129,13 +129,12 @@ class ScriptRun:
 
     def run(self, rank: Rank, *, repeats: int | None) -> DryRunResult:
         """Run one rank, or all that differ; then the fullest again with other answers, where they matter."""
-        if rank == "all":
-            with interruptions() as self._told:
-                assert self.settings.world is not None
-                first = run_ranks(self._rank_of_several, self.settings.world)
-                first = self._name_files(first)
+        world = self.settings.world
+        if world is None:
+            first = self._launch(self.settings)
         else:
-            first = self._launch(replace(self.settings, rank=rank))
+            with interruptions() as self._told:
+                first = self._run_job(world, rank, self.settings)
         limit = self.settings.timeout_seconds
         if self.settings.allow_writes:  # a repeat would write the user's files once more
             repeats = 0
@@ -146,31 +145,44 @@ class ScriptRun:
 
         return with_confidence(with_other_answers(first, run_again, most=repeats, seconds=spare))
 
-    def _rank_of_several(self, rank: int) -> DryRunResult:
-        """One of several ranks: only the first one prints, and keeps the files that the script wrote."""
-        settings = replace(
-            self.settings,
-            rank=rank,
-            trace=_of_rank(self.settings.trace, rank),
-            snapshot=_of_rank(self.settings.snapshot, rank),
-            output=self.settings.output if rank == 0 else "none",
-        )
-        return self._launch(settings, keep=rank == 0)
+    def _run_job(self, world: World, rank: Rank, settings: RunSettings) -> DryRunResult:
+        """One rank, or all; beside it those that it waits for."""
+        assert self._told is not None
+
+        def launch(number: int) -> DryRunResult:
+            own = replace(settings, rank=number, mail=ranks.mail)
+            if number == rank:
+                return self._launch(own)
+            shown = rank == "all" and number == 0
+            trace, snapshot = (
+                _of_rank(path, number) if rank == "all" else None
+                for path in (settings.trace, settings.snapshot)
+            )
+            own = replace(own, output=settings.output if shown else "none", trace=trace, snapshot=snapshot)
+            return self._launch(own, keep=shown)
+
+        with SideBySide(launch, self._told) as ranks:
+            if rank != "all":
+                return ranks.run(rank)
+            return self._name_files(run_ranks(ranks.run, world))
 
     def _repeat(self, first: DryRunResult, answers: Mapping[str, str]) -> DryRunResult:
         longest = _SLOWER * first.wall_seconds + GRACE_SECONDS
         settings = replace(
             self.settings,
-            rank=first.rank or 0,
             trace=None,
             snapshot=None,
             output="none",
             answers=answers,
             timeout_seconds=min(longest, self.settings.timeout_seconds or math.inf),
         )
-        return self._launch(settings, keep=False)
+        if settings.world is None:
+            return self._launch(settings, keep=False)
+        with interruptions() as self._told:
+            return self._run_job(settings.world, first.rank or 0, settings)
 
     def _launch(self, settings: RunSettings, *, keep: bool = True) -> DryRunResult:
+        keep = keep and settings.output != "none"
         with launch_folders() as folders:
             try:
                 result = Launch(self.command, self.gpu, settings, folders, self._told).run()
