@@ -227,7 +227,8 @@ async function reload() {
   try {
     const subject = page.subject, points = Math.round($("timeline-plot").clientWidth * (page.state.kind === "trace" ? 1.5 : 0.6));
     if (!whole_ || whole_.subject !== subject || page.state.live || !page.state.ended) whole_ = { ...(await ask("timeline", { subject, points: 600 })), subject };
-    const { begin, end } = shown(), all = begin <= whole_.first && end >= whole_.last && whole_.x.length < 600;
+    const { begin, end } = shown(), complete = whole_.axis === "event" ? whole_.x.length > whole_.last : whole_.x.length < 600;
+    const all = complete && begin <= whole_.first && end >= whole_.last;
     const data = all ? whole_ : await ask("timeline", { subject, begin, end: end + (whole_.axis === "event" ? 1 : 0.001), points });
     if (subject === page.subject) { drawTimeline(data); await drawSteps(subject); await drawSites(); }
   } catch (error) { setText($("timeline-range"), `could not be loaded: ${error.message}`); }

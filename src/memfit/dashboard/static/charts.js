@@ -41,7 +41,7 @@ export class MemoryChart {
   columns() {
     let below = new Array(this.data.x.length).fill(0);
     const stacked = this.bands.map((band) => (below = below.map((bytes, i) => bytes + (band.values[i] ?? 0))));
-    return [this.data.x, ...stacked, ...this.lines.map((line) => line.values)];
+    return [this.data.x, ...stacked, below, ...this.lines.map((line) => line.values)];
   }
 
   colour(key) { const paint = this.paints[key]; return paint ? (isDark() ? paint.dark : paint.light) : css("--muted"); }
@@ -50,6 +50,8 @@ export class MemoryChart {
   build(columns) {
     this.chart?.destroy();
     const stacked = this.bands.map((band) => ({ label: band.label, stroke: this.colour(band.key), fill: this.colour(band.key) + (isDark() ? "d0" : "dd"), width: 0, paths: STEPPED, points: { show: false } }));
+    // A peak may be narrower than a pixel: the outline is drawn as a line, which never is.
+    const outline = { label: "Together", stroke: css("--ink") + "b0", width: 1, paths: STEPPED, points: { show: false } };
     const drawn = this.lines.map((line) => ({ label: line.label, stroke: this.lineColour(line.key), width: 1.4, paths: STEPPED, points: { show: false } }));
     const fills = this.bands.slice(1).map((band, place) => ({ series: [place + 2, place + 1] }));
     this.chart = new uPlot({
@@ -58,7 +60,7 @@ export class MemoryChart {
       cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: false } },
       scales: { x: { time: false }, y: {} },
       axes: [xAxis(this.data.axis), yAxis((chart, splits) => splits.map(axisBytes), { incrs: BYTES, space: 36 })],
-      series: [{}, ...stacked, ...drawn], bands: fills,
+      series: [{}, ...stacked, outline, ...drawn], bands: fills,
       hooks: {
         setSelect: [(chart) => this.selected(chart)], setCursor: [(chart) => this.hover(chart)], draw: [(chart) => this.drawMarks(chart)],
       },
