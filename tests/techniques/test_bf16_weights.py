@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from memfit.capture import capture_step
 from memfit.core.errors import UsageError
 from memfit.core.workload import Workload
-from memfit.techniques import MixedPrecisionTraining, undo
+from memfit.techniques import MixedPrecisionTraining, bf16_weights, undo
 from memfit.techniques.bf16_weights import join_bits, round_stochastically, split_bits
 
 LR, STEPS = 6e-4, 100
@@ -55,8 +56,7 @@ class _Scale(nn.Module):
 def _trained(optimizer: Any = torch.optim.AdamW, steps: int = STEPS, **how: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     net, x, y = _Scale(), torch.randn(32, 768), torch.randn(32, 768)
-    weight_decay = {} if optimizer is torch.optim.SGD else {"weight_decay": 0.0}
-    optimizer = optimizer(net.parameters(), lr=LR if not how.get("lr") else how.pop("lr"), **weight_decay)
+    optimizer = optimizer(net.parameters(), lr=LR, weight_decay=0.0)
     if how:
         MixedPrecisionTraining(precision="bf16", weights="bf16", **how).apply(net, optimizer)
     for _ in range(steps):
@@ -108,6 +108,19 @@ def test_the_split_with_fp32_moments_is_an_fp32_master_copy_to_the_bit(kind: Any
     for a, b in zip(net.parameters(), master.parameters(), strict=True):
         for name, value in theirs.state[b].items():
             assert torch.equal(ours.state[a][name], value), name
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_large_weights_are_stepped_slice_by_slice(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for piece in (1 << 22, 100):
+        monkeypatch.setattr(bf16_weights, "PIECE", piece)
+        extra = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        net, optimizer = _trained(functools.partial(kind, **extra), steps=5, rounding="split", moments="fp32")
+        results.append([*net.parameters(), *(v for s in optimizer.state.values() for v in s.values())])
+        undo(net)
+        results[-1] += list(net.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])

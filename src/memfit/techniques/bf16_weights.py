@@ -44,6 +44,9 @@ MOMENTS: tuple[Moments, ...] = get_args(Moments)
 
 EXTRA_BYTES: Mapping[str, int] = {"split": 2, "kahan": 2, "stochastic": 0, "nearest": 0}
 """Bytes for each weight beside its own two."""
+PIECE = 1 << 22
+"""Elements of a large parameter that are stepped at once: 16 MiB in fp32."""
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
 STATE_KEY = "memfit_bf16_weights"
 """Where an optimizer's ``state_dict`` has what is kept beside the weights."""
 
@@ -85,15 +88,15 @@ class _Weight:
     state: dict[str, Any] | None = None
     version: int | None = None
 
+    def forget_rest_of_another(self) -> None:
+        """What was kept belongs to another weight where this one was set from outside."""
+        if self.rest is not None and self.version not in (None, self.parameter._version):
+            self.rest.zero_()
+
     def value(self, rounding: Rounding) -> Tensor:
         """The weight in fp32, all that is known of it."""
-        if self.rest is not None and self.version not in (None, self.parameter._version):
-            self.rest.zero_()  # the weight was set from outside: what was kept belongs to another
-        if self.rest is None:
-            return self.parameter.detach().float()
-        if rounding == "split":
-            return join_bits(self.parameter.detach(), self.rest)
-        return self.parameter.detach().float() + self.rest.float()
+        self.forget_rest_of_another()
+        return _joined(self.parameter.detach(), self.rest, rounding)
 
 
 class BFloat16Weights:
@@ -196,28 +199,55 @@ class BFloat16Weights:
         if weight is None:
             step_one(optimizer, group, parameter)
             return
-        assert parameter.grad is not None
-        full = nn.Parameter(weight.value(self._rounding))
-        full.grad = parameter.grad.float()
-        state = {name: _raised(held, full) for name, held in optimizer.state[parameter].items()}
-        state = step_one(optimizer, group, full, state)
-        optimizer.state[parameter] = self._lowered_state(state)
-        self._write(weight, full.detach())
+        weight.forget_rest_of_another()
+        before = dict(optimizer.state[parameter])
+        pieces = _pieces(optimizer, parameter)
+        for piece in pieces:
+            self._step_piece(optimizer, group, weight, piece, before, last=piece == pieces[-1])
+        weight.version = parameter._version
         weight.start = weight.state = None
 
-    def _write(self, weight: _Weight, value: Tensor) -> None:
+    def _step_piece(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        weight: _Weight,
+        piece: slice | None,
+        state: Mapping[str, Any],
+        last: bool,
+    ) -> None:
+        """Steps a slice of a parameter (``None``: all of it) in fp32, and writes it back in 16 bits."""
+        parameter = weight.parameter
+        assert parameter.grad is not None
+        held, rest = _slice(parameter.detach(), piece), None
+        if weight.rest is not None:
+            rest = _slice(weight.rest, piece)
+        full = nn.Parameter(_joined(held, rest, self._rounding))
+        full.grad = _slice(parameter.grad, piece).float()
+        own = {name: _own(value, parameter, piece) for name, value in state.items()}
+        stepped = step_one(optimizer, group, full, own)
+        kept = optimizer.state[parameter]
+        for name, value in self._lowered_state(stepped).items():
+            if piece is not None and _is_moment(value):
+                if name not in kept:
+                    kept[name] = torch.empty_like(parameter, dtype=value.dtype)
+                _slice(kept[name], piece).copy_(value)
+            elif piece is None or last:
+                kept[name] = value
+        self._write(held, rest, full.detach())
+
+    def _write(self, held: Tensor, rest: Tensor | None, value: Tensor) -> None:
         if self._rounding == "split":
             lowered, low = split_bits(value)
-            assert weight.rest is not None
-            weight.rest.copy_(low)
+            assert rest is not None
+            rest.copy_(low)
         elif self._rounding == "stochastic":
             lowered = round_stochastically(value, self._generator(value.device))
         else:
             lowered = value.bfloat16()
-            if weight.rest is not None:
-                weight.rest.copy_(value - lowered.float())
-        weight.parameter.copy_(lowered)
-        weight.version = weight.parameter._version
+            if rest is not None:
+                rest.copy_(value - lowered.float())
+        held.copy_(lowered)
 
     def _lowered_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         if self._moments == "fp32":
@@ -278,6 +308,35 @@ class BFloat16Weights:
             if weight.rest is not None and rests is not None and rests[number] is not None:
                 weight.rest.copy_(rests[number])
                 weight.version = None  # the weight itself may be loaded before or after
+
+
+def _joined(held: Tensor, rest: Tensor | None, rounding: Rounding) -> Tensor:
+    if rest is None:
+        return held.float()
+    return join_bits(held, rest) if rounding == "split" else held.float() + rest.float()
+
+
+def _pieces(optimizer: Optimizer, parameter: Tensor) -> list[slice | None]:
+    """Slices of a large parameter's elements, for optimizers that treat each element by itself: fp32 copies
+    are then there for one slice at a time."""
+    grad = parameter.grad
+    whole = grad is None or grad.is_sparse or not (parameter.is_contiguous() and grad.is_contiguous())
+    if whole or type(optimizer) not in ELEMENTWISE or parameter.numel() <= PIECE:
+        return [None]
+    return [slice(start, start + PIECE) for start in range(0, parameter.numel(), PIECE)]
+
+
+def _slice(tensor: Tensor, piece: slice | None) -> Tensor:
+    return tensor if piece is None else tensor.view(-1)[piece]
+
+
+def _own(value: Any, parameter: Tensor, piece: slice | None) -> Any:
+    """A state value for one slice: counters are copied, so that each slice counts the step once."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != parameter.shape or value.dim() == 0:
+        return _raised(value.clone() if piece is not None else value, parameter)
+    return _raised(_slice(value, piece), parameter)
 
 
 def _is_moment(value: Any) -> bool:
