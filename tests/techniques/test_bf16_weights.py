@@ -117,7 +117,8 @@ def test_large_weights_are_stepped_slice_by_slice(kind: Any, monkeypatch: pytest
         monkeypatch.setattr(bf16_weights, "PIECE", piece)
         extra = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         net, optimizer = _trained(functools.partial(kind, **extra), steps=5, rounding="split", moments="fp32")
-        results.append([*net.parameters(), *(v for s in optimizer.state.values() for v in s.values())])
+        states = [s[name] for s in optimizer.state.values() for name in sorted(s)]
+        results.append([*net.parameters(), *states])
         undo(net)
         results[-1] += list(net.parameters())
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
