@@ -109,7 +109,7 @@ def report(name: str, ratios: list[float]) -> None:
 
 
 def light_seconds(count: int = 5000) -> float:
-    """What the profiler adds to a step that is not noted in detail: two hooks, on an optimizer without work."""
+    """What the profiler adds to a step that is not detailed: two hooks, on an optimizer without work."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     plain = seconds_of(optimizer.step, count)
     return (profiled_seconds(optimizer.step, count, 10**6, first=2) - plain) / count
