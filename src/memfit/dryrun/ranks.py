@@ -88,18 +88,18 @@ def run_ranks(run: RunRank, world: World) -> DryRunResult:
     """Run every rank of the job whose memory can differ, as many at once as there are processors.
 
     Args:
-        run: runs one rank.
+        run: runs one rank; asked again, it gives the same result.
 
     Returns:
         The result of the fullest rank (or of the first that failed), with the accounts of all.
     """
     begun = time.monotonic()
-    first = run(0)
-    chosen = differing_ranks(first.groups, world) if first.exit_code == 0 else [0]
-    with ThreadPoolExecutor(max_workers=min(len(chosen), os.cpu_count() or 1)) as pool:
-        rest = list(pool.map(run, chosen[1:]))
-    results = dict(zip(chosen, [first, *rest], strict=True))
-    return combine(results, first.groups, world, seconds=time.monotonic() - begun)
+    few = world.size <= RUN_ALL_UP_TO
+    with ThreadPoolExecutor(max_workers=min(world.size, os.cpu_count() or 1)) as pool:
+        groups = () if few else run(0).groups  # they tell which ranks differ
+        chosen = differing_ranks(groups, world)
+        results = dict(zip(chosen, pool.map(run, chosen), strict=True))
+    return combine(results, results[0].groups, world, seconds=time.monotonic() - begun)
 
 
 def differing_ranks(groups: Sequence[GroupShape], world: World) -> list[int]:
