@@ -30,14 +30,15 @@ class FreshTrace:
         return "\n".join(json.dumps(entry) for entry in (config, *self.operations))
 
 
-def fresh_trace(seed: int, *, limited: bool = False) -> FreshTrace:
-    """A trace of 100 to 400 operations; ``limited``: in any case with a memory fraction, below 1."""
+def fresh_trace(seed: int, *, limited: bool = False, pools: bool = False) -> FreshTrace:
+    """A trace of 100 to 400 operations; ``limited``: in any case with a memory fraction, below 1; ``pools``:
+    half of its blocks are in one of three private pools, which are let go at times."""
     chance = random.Random(seed)
     total = chance.choice([256 * MIB, 512 * MIB, GIB, 2 * GIB])
     below = chance.choice([0.6, 0.75, 0.9])
     fraction = below if limited else chance.choice([None, None, None, below, below, 1.0])
     return FreshTrace(
-        operations=tuple(_Writer(chance, total).write(chance.randint(100, 400))),
+        operations=tuple(_Writer(chance, total, pools=pools).write(chance.randint(100, 400))),
         total_bytes=total,
         fraction=fraction,
     )
@@ -46,7 +47,7 @@ def fresh_trace(seed: int, *, limited: bool = False) -> FreshTrace:
 class _Writer:
     """Keeps alive about what its device holds, so that caches are flushed and requests fail at times."""
 
-    def __init__(self, chance: random.Random, total_bytes: int) -> None:
+    def __init__(self, chance: random.Random, total_bytes: int, *, pools: bool = False) -> None:
         self._chance = chance
         self._total_bytes = total_bytes
         self._aim_bytes = int(total_bytes * chance.choice([0.2, 0.5, 0.8, 1.1]))
@@ -55,6 +56,7 @@ class _Writer:
         self._other = chance.choice([0.02, 0.05, 0.12, 0.25])
         self._live: dict[int, int] = {}
         self._next = 0
+        self._pools = [1, 2, 3] if pools else []
 
     def write(self, count: int) -> list[Operation]:
         return [self._operation() for _ in range(count)]
@@ -70,7 +72,8 @@ class _Writer:
             return self._free()
         self._next += 1
         size = self._live[self._next] = self._size()
-        return {"op": "alloc", "id": self._next, "size": size, "stream": chance.randrange(self._streams)}
+        made = {"op": "alloc", "id": self._next, "size": size, "stream": chance.randrange(self._streams)}
+        return made | ({"pool": chance.choice(self._pools)} if self._pools and chance.random() < 0.5 else {})
 
     def _free(self) -> Operation:
         """The newest as often as any: most of what a program makes is short-lived."""
@@ -83,8 +86,13 @@ class _Writer:
         return self._chance.choice([names[-1], self._chance.choice(names)])
 
     def _other_operation(self) -> Operation:
-        what = self._chance.choice([*["record_stream"] * 12, "sync", "empty_cache", "reset_peak"])
+        what = self._chance.choice(
+            [*["record_stream"] * (4 if self._pools else 12), "sync", "empty_cache", "reset_peak"]
+        )
         if what != "record_stream":
+            if self._pools and chance_of_release(self._chance):
+                self._pools = [*self._pools[1:], self._pools[-1] + 1]  # a pool that was let go stays so
+                return {"op": "release_pool", "pool": self._pools[0] - 1}
             return {"op": what}
         if not self._live:
             return {"op": "sync"}
@@ -105,6 +113,11 @@ class _Writer:
                 return border + chance.choice([-512, -1, 0, 0, 1, 512])
             case _:
                 return chance.randint(10 * MIB, self._total_bytes // chance.choice([2, 4, 8]))
+
+
+def chance_of_release(chance: random.Random) -> bool:
+    """One in three of the rarer operations, where there are private pools."""
+    return chance.random() < 0.33
 
 
 def shrink(trace: FreshTrace, fails: Callable[[FreshTrace], bool], *, most_tries: int = 400) -> FreshTrace:

@@ -91,6 +91,8 @@ class _Run:
         # Only the memory of a tensor can be recorded on a stream.
         self._recorded = {each["id"] for each in operations if each["op"] == "record_stream"}
         self._live: dict[int, Any] = {}
+        self._pools: dict[int, Any] = {}
+        self._pool_numbers: dict[tuple[int, int], int] = {(0, 0): 0}
         self._placements: list[int] = []
         self._reserved: list[list[int]] = []
         self._reserved_bytes = 0
@@ -109,6 +111,9 @@ class _Run:
             case "record_stream":
                 if operation["id"] in self._live:
                     self._live[operation["id"]].record_stream(self._streams[operation["stream"]])
+            case "release_pool":
+                self._pool(operation["pool"])
+                del self._pools[operation["pool"]]
             case "sync":
                 cuda.synchronize()
             case "empty_cache":
@@ -126,8 +131,12 @@ class _Run:
         cuda, size = self._torch.cuda, operation["size"]
         stream = self._streams[operation.get("stream", 0)]
         try:
-            if operation["id"] in self._recorded:
+            if operation["id"] in self._recorded and not operation.get("pool"):
                 with cuda.stream(stream):
+                    memory = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
+                address = memory.data_ptr()
+            elif operation.get("pool"):
+                with cuda.stream(stream), cuda.use_mem_pool(self._pool(operation["pool"])):
                     memory = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
                 address = memory.data_ptr()
             else:
@@ -138,6 +147,13 @@ class _Run:
             return
         self._live[operation["id"]] = memory
         self._placements += _place(address)
+
+    def _pool(self, number: int) -> Any:
+        """A private pool by its number, made when it is first named."""
+        if number not in self._pools:
+            self._pools[number] = self._torch.cuda.MemPool()
+            self._pool_numbers[tuple(self._pools[number].id)] = number
+        return self._pools[number]
 
     def result(self) -> dict[str, Any]:
         return {
@@ -151,10 +167,15 @@ class _Run:
     def _segments(self) -> list[dict[str, Any]]:
         numbers = {stream.cuda_stream: number for number, stream in enumerate(self._streams)}
         found = sorted(self._torch.cuda.memory_snapshot(), key=lambda segment: segment["address"])
-        return [_segment(segment, numbers[segment["stream"]]) for segment in found]
+        return [
+            _segment(
+                segment, numbers[segment["stream"]], self._pool_numbers[tuple(segment["segment_pool_id"])]
+            )
+            for segment in found
+        ]
 
 
-def _segment(segment: dict[str, Any], stream: int) -> dict[str, Any]:
+def _segment(segment: dict[str, Any], stream: int, private_pool: int) -> dict[str, Any]:
     start = segment["address"]
     region, offset = _place(start)
     return {
@@ -162,6 +183,7 @@ def _segment(segment: dict[str, Any], stream: int) -> dict[str, Any]:
         "offset": offset,
         "size": segment["total_size"],
         "pool": segment["segment_type"],
+        **({"private_pool": private_pool} if private_pool else {}),
         "stream": stream,
         "expandable": segment["is_expandable"],
         "allocated": segment["allocated_size"],

@@ -68,7 +68,7 @@ def test_equals_pytorch(trace: str) -> None:
 @pytest.mark.parametrize("text", SETTINGS)
 def test_fresh_traces_end_as_over_objects(text: str) -> None:
     for seed in range(12):
-        trace = fresh_trace(seed, limited=seed % 2 == 0)
+        trace = fresh_trace(seed, limited=seed % 2 == 0, pools=seed % 3 == 0)
         listed = parse_operations(trace.json_lines().splitlines())
         for changes in ({}, {"events": "instant"}, {"tie_break": "address"}):
             config = config_for(listed, settings=text, **changes)

@@ -33,6 +33,7 @@ def as_oracle_prints(result: ReplayResult) -> dict[str, Any]:
                 "offset": segment.offset_bytes,
                 "size": segment.size_bytes,
                 "pool": segment.pool,
+                **({"private_pool": segment.private_pool} if segment.private_pool else {}),
                 "stream": segment.stream,
                 "expandable": segment.expandable,
                 "allocated": segment.allocated_bytes,

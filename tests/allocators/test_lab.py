@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from memfit.core.errors import UsageError
 from memfit.core.recording import Recording
 from memfit.core.snapshot import Segment, Snapshot, SnapshotBlock
 from memfit.core.trace import Action, Trace, TraceBuilder
+from memfit.formats import read_trace
 
 MIB = 1 << 20
 BASE = 0x7F0000000000
@@ -237,3 +239,28 @@ def test_candidates_are_what_pytorch_accepts(candidate: Any) -> None:
 def test_setting_words() -> None:
     assert setting_text("expandable_segments=True") == "expandable_segments:True"
     assert setting_text("roundup_power2_divisions:[256:1,>:2]") == "roundup_power2_divisions:[256:1,>:2]"
+
+
+def test_private_pools_in_json_lines_are_replayed_as_pytorch_does(tmp_path: Path) -> None:
+    """A pool's memory serves only the pool, stays at empty_cache, and goes once the pool is let go."""
+    lines: list[dict[str, object]] = [
+        {"op": "alloc", "id": 1, "size": 30 << 20, "pool": 7},
+        {"op": "free", "id": 1},
+        {"op": "empty_cache"},
+        {"op": "alloc", "id": 2, "size": 30 << 20},
+        {"op": "alloc", "id": 3, "size": 30 << 20, "pool": 7, "stream": 2},
+        {"op": "alloc", "id": 4, "size": 30 << 20, "pool": 7},
+        {"op": "free", "id": 4},
+        {"op": "release_pool", "pool": 7},
+        {"op": "free", "id": 3},
+        {"op": "empty_cache"},
+    ]
+    path = tmp_path / "pools.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    result = replay(read_trace(path), compare=False, layouts_at=[4])
+    value = result.to_json(placements=True)
+    assert value["placements"] == [0, 0, 1, 0, 2, 0, 0, 0]
+    assert [reserved >> 20 for _, reserved in value["reserved"]] == [30, 60, 90, 60, 30]
+    layout = result.layout_at(4)
+    assert layout is not None
+    assert [(each.private_pool, each.stream) for each in layout.segments] == [(7, 0), (0, 0), (7, 2)]

@@ -250,6 +250,10 @@ class CachingAllocator(BaseAllocator):
         """All work that was recorded is done; the blocks come back at the next allocation."""
         self._pending = [(chunk, True) for chunk, _ in self._pending]
 
+    def release_pool(self, pool: int) -> None:
+        """The owner of a private pool (``torch.cuda.MemPool``, a CUDA graph) lets it go."""
+        reclaiming.release_pool(self, pool)
+
     def empty_cache(self) -> None:
         """Give every cached segment (and every whole free page of expandable ones) back to the device."""
         self.stats_book.syncs += 1
@@ -362,6 +366,21 @@ class CachingAllocator(BaseAllocator):
         """Release the chunks whose other streams are done."""
         done = [chunk for chunk, is_done in self._pending if is_done]
         self._pending = [entry for entry in self._pending if not entry[1]]
+        self._release_pending(done)
+
+    def wait_for_pool(self, pool: int) -> None:
+        """Release the chunks of a private pool; what was freed before the last of them is done then, too."""
+        own = [chunk for chunk, _ in self._pending if chunk.home.shared.pool == pool]
+        waiting, passed = [], 0
+        for chunk, is_done in self._pending:
+            if chunk.home.shared.pool == pool:
+                passed += 1
+            else:
+                waiting.append((chunk, is_done or passed < len(own)))
+        self._pending = waiting
+        self._release_pending(own)
+
+    def _release_pending(self, done: list[Chunk]) -> None:
         # PyTorch walks a table of streams and frees a block at the last one that used it: the default stream
         # first, then the newest. The order shows only in the peak and the running count of inactive_split.
         done.sort(key=lambda chunk: max(-stream if stream else -(1 << 62) for stream in chunk.streams or {0}))

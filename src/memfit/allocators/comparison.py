@@ -46,7 +46,7 @@ def run_policy(
     failed: list[int] = []
     served = requested = allocated = peak_requested = peak_allocated = highest = 0
     began = time.process_time()
-    for index, (step, number, size, stream) in enumerate(operations):
+    for index, (step, number, size, stream, _) in enumerate(operations):
         if step == Step.ALLOC:
             try:
                 block = live[number] = allocate_on(allocator, size, stream)

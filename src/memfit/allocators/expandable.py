@@ -96,14 +96,15 @@ def _map(allocator: CachingAllocator, chunk: Chunk, size: int) -> bool:
     return True
 
 
-def unmap(allocator: CachingAllocator, chunk: Chunk) -> None:
-    """Give the whole pages in a free chunk back; its edges stay free. An unmapped range is given up."""
+def unmap(allocator: CachingAllocator, chunk: Chunk) -> bool:
+    """Give the whole pages in a free chunk back, if it has any; its edges stay free. An unmapped range is
+    given up."""
     region, home = chunk.region, chunk.home
     page = region.page_bytes
     start = -(-chunk.offset // page) * page
     end = (chunk.offset + chunk.size) // page * page
     if end <= start:
-        return
+        return False
     home.remove(chunk)
     if start > chunk.offset:
         edge = Chunk(region, home, chunk.offset, start - chunk.offset, chunk.order)
@@ -124,6 +125,7 @@ def unmap(allocator: CachingAllocator, chunk: Chunk) -> None:
     if chunk.prev is None and chunk.next is None:
         home.remove_unmapped(chunk)
         del allocator.regions[region.ordinal]
+    return True
 
 
 def _link(chunk: Chunk, before: Chunk | None, after: Chunk | None) -> None:

@@ -195,6 +195,7 @@ def layout_json(layout: Layout) -> list[dict[str, Any]]:
             "allocated": segment.allocated_bytes,
             "active": segment.active_bytes,
             "requested": segment.requested_bytes,
+            **({"private_pool": segment.private_pool} if segment.private_pool else {}),
             "blocks": [
                 [block.offset_bytes, block.size_bytes, block.requested_bytes, block.state]
                 for block in segment.blocks

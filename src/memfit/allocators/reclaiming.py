@@ -26,23 +26,43 @@ def give_back(allocator: CachingAllocator, chunk: Chunk) -> None:
     del allocator.regions[chunk.region.ordinal]
 
 
-def release_cached(allocator: CachingAllocator) -> None:
-    """Give every cached segment back, and every whole free page of expandable ones."""
+def release_cached(allocator: CachingAllocator, *, common: bool = True) -> None:
+    """Give every cached segment back, and every whole free page of expandable ones.
+
+    Private pools keep theirs until they are released; ``common=False`` leaves what is in no private pool.
+    """
     for small in (False, True):
         for home in allocator.homes(small=small):
-            release_home(allocator, home)
+            if home.shared.released if home.shared.pool else common:
+                release_home(allocator, home)
 
 
-def release_home(allocator: CachingAllocator, home: FreeList) -> None:
-    """The same for one free list."""
+def release_pool(allocator: CachingAllocator, pool: int) -> None:
+    """The owner of a private pool lets it go: what it has cached goes back now, the rest with a later cache.
+
+    To wait for its blocks' streams is to wait for all that was freed before; to unmap a page, for everything.
+    """
+    allocator.stats_book.syncs += 1
+    allocator.wait_for_pool(pool)
+    unmapped = False
+    for small in (False, True):
+        allocator.share(small=small, pool=pool).released = True
+        for home in allocator.homes(small=small):
+            if home.shared.pool == pool and release_home(allocator, home):
+                unmapped = True
+    if unmapped:
+        allocator.synchronize()
+
+
+def release_home(allocator: CachingAllocator, home: FreeList) -> bool:
+    """Give back what one free list has cached; whether a page was unmapped."""
     kept = []
     for chunk in home.in_order():
         if chunk.region.page_bytes:
             kept.append(chunk)
         elif chunk.prev is None and chunk.next is None:
             give_back(allocator, chunk)
-    for chunk in kept:
-        expandable.unmap(allocator, chunk)
+    return sum(expandable.unmap(allocator, chunk) for chunk in kept) > 0
 
 
 def give_back_oversize(allocator: CachingAllocator, home: FreeList, size: int) -> bool:

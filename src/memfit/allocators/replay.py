@@ -7,6 +7,7 @@ Traces are memfit's own (`memfit.core.trace.Trace`) or JSON lines, one operation
     {"op": "free", "id": 1}
     {"op": "record_stream", "id": 1, "stream": 2}
     {"op": "empty_cache"}    {"op": "sync"}    {"op": "reset_peak"}
+    {"op": "alloc", "id": 2, "size": 4096, "pool": 1}    {"op": "release_pool", "pool": 1}    a private pool
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Step(IntEnum):
     SYNC = 3
     EMPTY_CACHE = 4
     RESET_PEAK = 5
+    RELEASE_POOL = 6
 
 
 _ACTIONS = {step: int(Action[step.name]) for step in Step}
@@ -53,6 +55,7 @@ class Operation(NamedTuple):
     block: int = 0
     size_bytes: int = 0
     stream: int = 0
+    pool: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,7 @@ class SegmentLayout:
     active_bytes: int
     requested_bytes: int
     blocks: tuple[BlockLayout, ...]
+    private_pool: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,7 +169,8 @@ def _operation(entry: dict[str, Any]) -> Operation:
     stream = int(entry["stream"]) if step is Step.RECORD_STREAM else int(entry.get("stream", 0))
     if size < 0:
         raise ValueError(f"size {size} is negative")
-    return Operation(int(step), int(entry["id"]) if needs_block else 0, size, stream)
+    pool = int(entry["pool"]) if step is Step.RELEASE_POOL else int(entry.get("pool", 0))
+    return Operation(int(step), int(entry["id"]) if needs_block else 0, size, stream, pool)
 
 
 def operations_of(trace: Trace) -> OperationList:
@@ -203,6 +208,7 @@ def replay(
 
 def events_of(trace: Trace | Sequence[Operation]) -> Events:
     """A trace's allocations and frees, or operations, as columns."""
+    lanes: dict[int, tuple[int, int]] = {}
     if isinstance(trace, Trace):
         chosen = np.isin(trace.action, (int(Action.ALLOC), int(Action.FREE))) & (trace.block >= 0)
         columns = [trace.action, trace.block, trace.size_bytes, trace.stream]
@@ -210,7 +216,13 @@ def events_of(trace: Trace | Sequence[Operation]) -> Events:
             columns = [column[chosen] for column in columns]
         action, block, size, stream = columns
     else:
-        steps, block, size, stream = np.array(trace, dtype=np.int64).reshape(-1, 4).T
+        steps, block, size, stream, pool = np.array(trace, dtype=np.int64).reshape(-1, 5).T
+        if pool.any():
+            pairs = np.array([stream, pool])
+            own, stream[pool > 0] = np.unique(pairs[:, pool > 0], axis=1, return_inverse=True)
+            first = int(pairs[0].max()) + 1
+            stream[pool > 0] += first
+            lanes = {first + row: (int(of), int(which)) for row, (of, which) in enumerate(own.T)}
         action = np.array([_ACTIONS[step] for step in Step], dtype=np.uint8)[steps]
     return Events(
         action=action,
@@ -218,7 +230,7 @@ def events_of(trace: Trace | Sequence[Operation]) -> Events:
         size_bytes=size,
         stream=stream.astype(np.int32, copy=False),
         address=np.zeros(0, dtype=np.int64),
-        lanes={},
+        lanes=lanes,
     )
 
 
@@ -252,13 +264,13 @@ def replay_operations(operations: Sequence[Operation], allocator: CachingAllocat
     malloc, free = allocator.malloc, allocator.free
     before = allocator.reserved_bytes
     alloc_step, free_step = int(Step.ALLOC), int(Step.FREE)
-    for index, (step, block, size, stream) in enumerate(operations):
+    for index, (step, block, size, stream, pool) in enumerate(operations):
         if step == alloc_step:
             if size == 0:
                 placements.append((-1, 0))
                 continue
             try:
-                chunk = live[block] = malloc(size, stream)
+                chunk = live[block] = malloc(size, stream, pool)
                 placements.append((chunk.region.ordinal, chunk.offset))
             except OutOfMemory:
                 ooms.append(index)
@@ -269,7 +281,7 @@ def replay_operations(operations: Sequence[Operation], allocator: CachingAllocat
                 free(freed)
             continue  # a free never changes what is reserved
         else:
-            _other_step(allocator, step, live.get(block), stream)
+            _other_step(allocator, step, live.get(block), pool or stream)
         if allocator.reserved_bytes != before:
             before = allocator.reserved_bytes
             reserved.append((index, before))
@@ -297,15 +309,17 @@ def _result(
     )
 
 
-def _other_step(allocator: CachingAllocator, step: int, chunk: Chunk | None, stream: int) -> None:
+def _other_step(allocator: CachingAllocator, step: int, chunk: Chunk | None, number: int) -> None:
     if step == Step.EMPTY_CACHE:
         allocator.empty_cache()
     elif step == Step.SYNC:
         allocator.synchronize()
     elif step == Step.RESET_PEAK:
         allocator.stats_book.reset_peaks()
+    elif step == Step.RELEASE_POOL:
+        allocator.release_pool(number)
     elif chunk is not None:
-        allocator.use(chunk, stream)
+        allocator.use(chunk, number)
 
 
 def segments_of(allocator: CachingAllocator) -> tuple[SegmentLayout, ...]:
@@ -330,6 +344,7 @@ def _segment(run: Sequence[Chunk]) -> SegmentLayout:
         size_bytes=sum(chunk.size for chunk in run),
         pool="small" if first.home.small else "large",
         stream=first.home.stream,
+        private_pool=first.home.shared.pool,
         expandable=bool(first.region.page_bytes),
         allocated_bytes=sum(chunk.size for chunk in active if chunk.state != PENDING),
         active_bytes=sum(chunk.size for chunk in active),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +52,14 @@ class RecordedDevice(Device):
         return region
 
 
-def restore(allocator: CachingAllocator, snapshot: Snapshot) -> dict[int, Chunk]:
+def restore(
+    allocator: CachingAllocator,
+    snapshot: Snapshot,
+    private_streams: Mapping[int, tuple[int, int]] | None = None,
+) -> dict[int, Chunk]:
     """Put a fresh allocator in the state of a snapshot; its blocks in use come back by address.
+
+    ``private_streams`` are those of the `memfit.core.recording.Recording`.
 
     A snapshot does not tell which segment was made first: they count as made in order of address. Counters of
     what was allocated and freed before are those of the blocks in use; peaks start here.
@@ -71,7 +77,8 @@ def restore(allocator: CachingAllocator, snapshot: Snapshot) -> dict[int, Chunk]
     in_use: dict[int, Chunk] = {}
     ranges: dict[tuple[int, str], Region] = {}
     for segment in snapshot.segments:
-        home = _home(allocator, segment)
+        stream, pool = (private_streams or {}).get(segment.stream, (segment.stream, 0))
+        home = allocator.home(stream, small=segment.pool == "small", pool=pool)
         if segment.expandable:
             chunks = _mapped(allocator, home, segment, ranges)
         else:
@@ -93,10 +100,6 @@ def give_back_segment(allocator: CachingAllocator, region: Region) -> None:
     chunk = region.first
     if chunk.state == FREE and chunk.next is None and not region.page_bytes:
         reclaiming.give_back(allocator, chunk)
-
-
-def _home(allocator: CachingAllocator, segment: Segment) -> FreeList:
-    return allocator.home(segment.stream, small=segment.pool == "small")
 
 
 def _region(allocator: CachingAllocator, address: int, size: int, *, page_bytes: int = 0) -> Region:

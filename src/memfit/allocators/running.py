@@ -24,6 +24,7 @@ Bytes = npt.NDArray[np.int64]
 
 _ALLOC, _FREE, _OOM = int(Action.ALLOC), int(Action.FREE), int(Action.OOM)
 _RECORD, _SYNC = int(Action.RECORD_STREAM), int(Action.SYNC)
+_RELEASE = int(Action.RELEASE_POOL)
 _EMPTY, _RESET = int(Action.EMPTY_CACHE), int(Action.RESET_PEAK)
 _GIVEN_BACK = (int(Action.SEGMENT_FREE), int(Action.SEGMENT_UNMAP))
 
@@ -133,6 +134,7 @@ class Failure:
         requested_bytes, stream: what it asked for.
         live_bytes, allocated_bytes, reserved_bytes: what was held then, after the cache had been given back.
         released_bytes: what giving the cache back released.
+        private_pool: the pool that it was for, 0 for none.
         limit_bytes: what there was.
     """
 
@@ -144,6 +146,7 @@ class Failure:
     reserved_bytes: int
     limit_bytes: int
     released_bytes: int = 0
+    private_pool: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -262,7 +265,7 @@ class CachingRun:
             allocator.device = RecordedDevice(allocator.config.total_bytes, program.new_segments)
             self._places.know_segments(address for _, address in program.new_segments)
         if exact_start and program.start is not None:
-            in_use = restore(allocator, program.start)
+            in_use = restore(allocator, program.start, self._lanes)
             known = len(in_use)
             keys = (key for key, _, _ in blocks)
             self._chunks |= dict(zip(keys, in_use.values(), strict=False))
@@ -296,11 +299,13 @@ class CachingRun:
 
     def _fail(self, index: int, size: int, stream: int, failure: OutOfMemory, reserved: int) -> None:
         self._ended = self._stop and not self._program.survived(index)
+        real, pool = self._lanes.get(stream, (stream, 0))
         self._failures.append(
             Failure(
                 event=index,
                 requested_bytes=size,
-                stream=stream,
+                stream=real,
+                private_pool=pool,
                 live_bytes=self._live_bytes(),
                 allocated_bytes=failure.allocated_bytes,
                 reserved_bytes=failure.reserved_bytes,
@@ -326,6 +331,8 @@ class CachingRun:
             allocator.empty_cache()
         elif action == _RESET:
             allocator.stats_book.reset_peaks()
+        elif action == _RELEASE:
+            allocator.release_pool(self._lanes[stream][1])
         elif action in _GIVEN_BACK:
             self._given_back(index, action, size)
         elif action == _OOM and size:  # it failed in the run; whether it does here is the question

@@ -173,7 +173,8 @@ def explain(failure: Failure, layout: Layout, trace: Trace) -> Shortage:
     usable = [
         block.size_bytes
         for segment, block in free
-        if segment.pool == pool and segment.stream == failure.stream
+        if (segment.pool, segment.stream, segment.private_pool)
+        == (pool, failure.stream, failure.private_pool)
     ]
     return Shortage(
         failure=failure,

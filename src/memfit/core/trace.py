@@ -48,7 +48,8 @@ NO_BLOCK = -1
 
 class Action(IntEnum):
     """What an event does. Up to OOM: to memory; after it: calls of the program that matter to an allocator
-    (the block is used on another stream, all streams are done, the cache is given back, peaks start anew)."""
+    (the block is used on another stream, all streams are done, the cache is given back, peaks start anew, the
+    private pool of the event's stream is let go)."""
 
     ALLOC = 0
     FREE = 1
@@ -61,6 +62,7 @@ class Action(IntEnum):
     SYNC = 8
     EMPTY_CACHE = 9
     RESET_PEAK = 10
+    RELEASE_POOL = 11
 
 
 COLUMNS: Mapping[str, np.dtype[Any]] = MappingProxyType(

@@ -79,3 +79,12 @@ class Streams:
     def has_private_pools(self) -> bool:
         """Whether any number stands for a private pool."""
         return any(pool is not None for _, pool in self._numbers)
+
+    def private(self) -> dict[int, tuple[int, int]]:
+        """For each number that stands for a private pool: the stream's own, and the pool's from 1 on."""
+        pools: dict[Any, int] = {}
+        return {
+            number: (self.number(handle), pools.setdefault(pool, len(pools) + 1))
+            for (handle, pool), number in list(self._numbers.items())
+            if pool is not None
+        }

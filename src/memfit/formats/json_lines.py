@@ -5,6 +5,7 @@
 {"op": "free", "id": 1}
 {"op": "record_stream", "id": 1, "stream": 2}
 {"op": "empty_cache"}    {"op": "sync"}    {"op": "reset_peak"}
+{"op": "alloc", "id": 2, "size": 4096, "pool": 1}    {"op": "release_pool", "pool": 1}    in a private pool
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from memfit.formats.fields import LARGEST_SIZE, member, whole
 
 KIND = "json-lines"
 LARGEST_STREAM = (1 << 31) - 1
+FIRST_PRIVATE_STREAM = 1 << 19
+"""Where the numbers begin that stand for a private pool on a stream."""
 ACTIONS = {
     "alloc": Action.ALLOC,
     "free": Action.FREE,
@@ -28,6 +31,7 @@ ACTIONS = {
     "sync": Action.SYNC,
     "empty_cache": Action.EMPTY_CACHE,
     "reset_peak": Action.RESET_PEAK,
+    "release_pool": Action.RELEASE_POOL,
 }
 _FIRST_LINE = re.compile(rb'\s*\{[^\n]*"op"\s*:')
 
@@ -54,6 +58,7 @@ class _Reader:
     def __init__(self) -> None:
         self._builder = TraceBuilder(meta={"source": KIND})
         self._live: dict[Any, int] = {}
+        self._private: dict[tuple[int, int], int] = {}
         self._total_bytes: int | None = None
         self._fraction: float | None = None
         self._began = False
@@ -86,6 +91,10 @@ class _Reader:
 
     def _operation(self, action: Action, entry: dict[str, Any], place: str) -> None:
         builder = self._builder
+        if action is Action.RELEASE_POOL:
+            member(entry, "pool", place)
+            builder.append(action, stream=self._in_pool(entry, 0, place))
+            return
         if action not in (Action.ALLOC, Action.FREE, Action.RECORD_STREAM):
             builder.append(action)
             return
@@ -93,12 +102,19 @@ class _Reader:
         stream = whole(entry.get("stream", 0), f"{place}: stream", most=LARGEST_STREAM)
         if action is Action.ALLOC:
             size = whole(member(entry, "size", place), f"{place}: size")
-            self._live[name] = builder.alloc(size, stream=stream)
+            self._live[name] = builder.alloc(size, stream=self._in_pool(entry, stream, place))
         elif action is Action.FREE:
             builder.free(self._live.pop(name, NO_BLOCK), stream=stream)
         else:
             member(entry, "stream", place)
             builder.append(action, block=self._live.get(name, NO_BLOCK), stream=stream)
+
+    def _in_pool(self, entry: dict[str, Any], stream: int, place: str) -> int:
+        """The number that stands for the entry's private pool on a stream; without one, the stream's."""
+        pool = whole(entry.get("pool", 0), f"{place}: pool", most=LARGEST_STREAM)
+        if pool == 0:
+            return stream
+        return self._private.setdefault((stream, pool), FIRST_PRIVATE_STREAM + len(self._private))
 
     def recording(self) -> Recording:
         return Recording(
@@ -106,4 +122,5 @@ class _Reader:
             total_bytes=self._total_bytes,
             memory_fraction=self._fraction,
             kind=KIND,
+            private_streams={number: lane for lane, number in self._private.items()},
         )

@@ -159,7 +159,8 @@ class _Reader:
         start = self._start(segments, history)
         if self._streams.has_private_pools:
             self.notes.append(
-                "Blocks of a private pool (CUDA graphs, MemPool) are kept apart like a stream's."
+                "There are private pools (CUDA graphs, MemPool): their memory stays with them until they are "
+                "let go, which a snapshot does not tell."
             )
         return Recording(
             trace=history.trace,
@@ -169,6 +170,7 @@ class _Reader:
             settings=settings_text(settings),
             kind=KIND,
             notes=(*self.notes, *history.notes),
+            private_streams=self._streams.private(),
         )
 
     def _start(self, segments: tuple[Segment, ...], history: History) -> Snapshot | None:

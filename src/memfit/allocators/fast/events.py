@@ -12,6 +12,7 @@ from memfit.core.trace import Action
 
 ALLOC, FREE, OOM = int(Action.ALLOC), int(Action.FREE), int(Action.OOM)
 RECORD, SYNC = int(Action.RECORD_STREAM), int(Action.SYNC)
+RELEASE = int(Action.RELEASE_POOL)
 EMPTY, RESET = int(Action.EMPTY_CACHE), int(Action.RESET_PEAK)
 SEGMENT_FREE, SEGMENT_UNMAP = int(Action.SEGMENT_FREE), int(Action.SEGMENT_UNMAP)
 
@@ -116,6 +117,8 @@ def _other(a: Arrays, e: Columns, index: int, action: int) -> bool:
         serving.empty_cache(a)
     elif action == RESET:
         books.reset_peaks(numbers)
+    elif action == RELEASE:
+        serving.release_pool(a, a.chunks[2 * _wide(e.lane[e.stream[index]]), f.PRIVATE])
     elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
         _given_back(a, e, index, action)
     elif action == OOM and e.size[index] > 0:

@@ -147,8 +147,8 @@ def _edge(a: Arrays, chunk: int, offset: int, size: int, order: int, before: int
 
 
 @compiled
-def unmap(a: Arrays, chunk: int) -> None:
-    """Give the whole pages in a free chunk back; its edges stay free. An unmapped range is given up."""
+def unmap(a: Arrays, chunk: int) -> bool:
+    """Give the whole pages in a free chunk back, if it has any; its edges stay free."""
     chunks = a.chunks
     region, home = chunks[chunk, f.REGION], chunks[chunk, f.HOME]
     page = chunks[chunk, f.PAGED]
@@ -156,7 +156,7 @@ def unmap(a: Arrays, chunk: int) -> None:
     past = offset + chunks[chunk, f.SIZE]
     start, end = -(-offset // page) * page, past // page * page
     if end <= start:
-        return
+        return False
     pieces.remove_free(a, chunk)
     if start > offset:
         _edge(a, chunk, offset, start - offset, order, chunks[chunk, f.PREV], chunk)
@@ -174,3 +174,4 @@ def unmap(a: Arrays, chunk: int) -> None:
         _remove_unmapped(a, chunk)
         taking.drop_region(a, region)
         pieces.drop_chunk(a, chunk)
+    return True

@@ -146,17 +146,40 @@ def process_events(a: Arrays) -> None:
         for _ in range(count):
             rank = min(rank, chunks[chunk, f.USE])
             chunk = chunks[chunk, f.LINK]
-        count -= _release_rank(a, rank, count)
+        count -= _release_rank(a, rank, count, NONE)
 
 
 @compiled
-def _release_rank(a: Arrays, rank: int, count: int) -> int:
-    """Release those of one rank among the first ``count`` that wait; how many there were."""
+def _wait_for(a: Arrays, pool: int) -> None:
+    """Release the chunks of a private pool; what was freed before the last of them is done then, too."""
+    chunks, numbers = a.chunks, a.numbers
+    first_time = True
+    while True:
+        found, rank, chunk = False, 0, numbers[f.WAITING_FIRST]
+        for place in range(numbers[f.WAITING_COUNT]):
+            if chunks[chunks[chunk, f.HOME], f.PRIVATE] == pool:
+                rank = min(rank, chunks[chunk, f.USE]) if found else chunks[chunk, f.USE]
+                found = True
+                if first_time:
+                    numbers[f.DONE_COUNT] = max(numbers[f.DONE_COUNT], place + 1)
+            chunk = chunks[chunk, f.LINK]
+        if not found:
+            return
+        first_time = False
+        numbers[f.WAITING_COUNT] -= _release_rank(a, rank, numbers[f.WAITING_COUNT], pool)
+
+
+@compiled
+def _release_rank(a: Arrays, rank: int, count: int, pool: int) -> int:
+    """Release those of one rank (and of a private pool, unless NONE) among the first ``count`` that wait;
+    how many there were."""
     chunks, numbers = a.chunks, a.numbers
     released, before, chunk = 0, NONE, numbers[f.WAITING_FIRST]
-    for _ in range(count):
+    done = numbers[f.DONE_COUNT]
+    for place in range(count):
         after = chunks[chunk, f.LINK]
-        if chunks[chunk, f.USE] != rank:
+        other_pool = pool not in (NONE, chunks[chunks[chunk, f.HOME], f.PRIVATE])
+        if chunks[chunk, f.USE] != rank or other_pool:
             before, chunk = chunk, after
             continue
         if before == NONE:
@@ -165,6 +188,8 @@ def _release_rank(a: Arrays, rank: int, count: int) -> int:
             chunks[before, f.LINK] = after
         if after == NONE:
             numbers[f.WAITING_LAST] = before
+        if place < done:
+            numbers[f.DONE_COUNT] -= 1
         if numbers[f.RISING]:
             books.note_peaks(numbers)
         shift = (chunks[chunk, f.HOME] & 1) * 16
@@ -185,19 +210,39 @@ def empty_cache(a: Arrays) -> None:
         a.numbers[f.DONE_COUNT] = a.numbers[f.WAITING_COUNT]
         process_events(a)
     for home in range(a.numbers[f.HOMES]):
-        _empty_home(a, home)
+        if a.chunks[home, f.PRIVATE] == 0 or a.chunks[home, f.RELEASED]:
+            _empty_home(a, home)
 
 
 @compiled
-def _empty_home(a: Arrays, home: int) -> None:
+def release_pool(a: Arrays, pool: int) -> None:
+    """A private pool's owner lets it go."""
+    a.numbers[f.SYNCS] += 1
+    _wait_for(a, pool)
+    unmapped = False
+    for home in range(a.numbers[f.HOMES]):
+        if a.chunks[home, f.PRIVATE] == pool:
+            a.chunks[home, f.RELEASED] = 1
+            if _empty_home(a, home):
+                unmapped = True
+    if unmapped:
+        a.numbers[f.DONE_COUNT] = a.numbers[f.WAITING_COUNT]
+
+
+@compiled
+def _empty_home(a: Arrays, home: int) -> bool:
+    """Give back what a home has cached; whether a page was unmapped."""
+    unmapped = False
     chunk = trees.first_from(a.nodes, home, 0)
     while chunk != NONE:
         after = trees.following(a.nodes, home, chunk)
         if a.chunks[chunk, f.PAGED]:
-            paging.unmap(a, chunk)  # what stays of it as free is met again, and holds no page
+            if paging.unmap(a, chunk):  # what stays of it as free is met again, and holds no page
+                unmapped = True
         elif pieces.is_whole(a, chunk):
             taking.give_back(a, chunk)
         chunk = after
+    return unmapped
 
 
 @compiled
