@@ -32,6 +32,7 @@ FLOORS: dict[str, int] = {
     "dashboard": 8,
     "testing": 8,
     "cli": 9,
+    "configuring": 9,
     "pytest_plugin": 9,
     "__init__": 10,
     "__main__": 10,
@@ -55,6 +56,7 @@ TORCH_FREE_AT_IMPORT = ("dryrun", "planning", "analysis", "monitor", "pytest_plu
 """Parts whose modules import torch inside functions only, but for `CHILD_MODULES`."""
 
 CHILD_MODULES = {
+    "memfit.analysis.ladder_run",
     "memfit.analysis.trials",
     "memfit.dryrun.absent_ranks",
     "memfit.dryrun.assumptions",

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from memfit.analysis.diagnosis import Diagnosis, diagnose
     from memfit.analysis.difference import Difference, compare
     from memfit.analysis.explanations import Explanation, explain
+    from memfit.analysis.ladder import ladder
+    from memfit.analysis.ladder_values import Ladder
     from memfit.analysis.memory import MemoryAnalyzer
     from memfit.analysis.performance import PerformanceAnalyzer
     from memfit.analysis.recommend import OptimizationRecommender
     from memfit.capture import capture_step
     from memfit.capture.graph import StepGraph
+    from memfit.config import Configuration, load_configuration
+    from memfit.configuring import Configured, configure
     from memfit.core.devices import GPU, find_gpu
     from memfit.core.errors import (
         CannotRunHere,
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
         GradientCheckpointing,
         LoRA,
         LowMemoryOptimizer,
+        MemoryCompression,
         MicroBatching,
         MixedPrecisionTraining,
         OffloadedOptimizerState,
@@ -70,6 +75,8 @@ __all__ = [
     "BottleneckDetector",
     "CannotRunHere",
     "ChunkedCrossEntropy",
+    "Configuration",
+    "Configured",
     "Diagnosis",
     "Difference",
     "DryRunResult",
@@ -80,11 +87,13 @@ __all__ = [
     "GradientCheckpointing",
     "IdleCacheRelease",
     "InputError",
+    "Ladder",
     "LoRA",
     "LowMemoryOptimizer",
     "MemfitError",
     "MemoryAllocator",
     "MemoryAnalyzer",
+    "MemoryCompression",
     "MemoryPool",
     "MemoryProfiler",
     "MicroBatching",
@@ -110,6 +119,7 @@ __all__ = [
     "capture_step",
     "collect",
     "compare",
+    "configure",
     "diagnose",
     "dry_run",
     "explain",
@@ -117,6 +127,8 @@ __all__ = [
     "find_gpu",
     "format_bytes",
     "guard",
+    "ladder",
+    "load_configuration",
     "load_ipython_extension",
     "parse_bytes",
     "plan",
@@ -134,11 +146,15 @@ _HOME = {
     "memfit.analysis.difference": ("Difference", "compare"),
     "memfit.analysis.bottleneck": ("BottleneckDetector",),
     "memfit.analysis.explanations": ("Explanation", "explain"),
+    "memfit.analysis.ladder": ("ladder",),
+    "memfit.analysis.ladder_values": ("Ladder",),
     "memfit.analysis.memory": ("MemoryAnalyzer",),
     "memfit.analysis.performance": ("PerformanceAnalyzer",),
     "memfit.analysis.recommend": ("OptimizationRecommender",),
     "memfit.capture": ("capture_step",),
     "memfit.capture.graph": ("StepGraph",),
+    "memfit.config": ("Configuration", "load_configuration"),
+    "memfit.configuring": ("Configured", "configure"),
     "memfit.core.devices": ("GPU", "find_gpu"),
     "memfit.core.errors": (
         "CannotRunHere",
@@ -167,6 +183,7 @@ _HOME = {
         "GradientCheckpointing",
         "LoRA",
         "LowMemoryOptimizer",
+        "MemoryCompression",
         "MicroBatching",
         "MixedPrecisionTraining",
         "OffloadedOptimizerState",

@@ -27,6 +27,10 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "fit": Command("memfit.cli.fit:fit", "Find the fastest way to train a workload within a memory budget."),
+    "ladder": Command(
+        "memfit.cli.ladder:ladder",
+        "Apply techniques one after another and measure memory, step time and quality after each.",
+    ),
     "dryrun": Command(
         "memfit.cli.dryrun:dryrun",
         "Run a training script, unmodified, on a made-up GPU and account for its memory.",
@@ -45,20 +49,36 @@ COMMANDS: Mapping[str, Command] = {
         "Run a training script under the memory profiler and save what its memory is used for.",
         passes_arguments=True,
     ),
+    "launch": Command(
+        "memfit.cli.launch:launch",
+        "Run a script as several ranks, watched, and restart them when one is lost.",
+        passes_arguments=True,
+    ),
     "monitor": Command(
         "memfit.cli.monitor:monitor", "Watch GPUs, their processes and PyTorch's allocators in the terminal."
     ),
     "diagnose": Command(
-        "memfit.cli.diagnose:diagnose", "Say what is wrong with a job's memory, and what each change would save."
+        "memfit.cli.diagnose:diagnose",
+        "Say what is wrong with a job's memory, and what each change would save.",
     ),
     "diff": Command("memfit.cli.diff:diff", "Say why one run needs more memory than another; a gate for CI."),
-    "check": Command("memfit.cli.check:check", "Check that a run keeps a limit of GPU memory; a gate for CI."),
+    "check": Command(
+        "memfit.cli.check:check", "Check that a run keeps a limit of GPU memory; a gate for CI."
+    ),
     "rules": Command("memfit.cli.diagnose:rules", "List the rules of memfit diagnose."),
     "dashboard": Command("memfit.cli.dashboard:dashboard", "Show memory live in a browser."),
     "export": Command("memfit.cli.export:export", "Serve what the monitor sees for Prometheus to scrape."),
     "analyze": Command(
         "memfit.cli.analyze:analyze",
         "Say where memory and time go, what limits the step, and what would help.",
+    ),
+    "run": Command(
+        "memfit.cli.run:run",
+        "Run a script, unchanged, with the memory settings and techniques of a configuration.",
+        passes_arguments=True,
+    ),
+    "config": Command(
+        "memfit.cli.config:config", "Check configuration files, and show each value with where it came from."
     ),
     "gpus": Command("memfit.cli.gpus:gpus", "List the GPUs that memfit knows by name."),
     "doctor": Command("memfit.cli.doctor:doctor", "Say what this machine can do, and how to get the rest."),
