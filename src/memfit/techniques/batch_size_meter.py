@@ -79,6 +79,10 @@ class _LiveTensors(TorchDispatchMode):
         return result
 
     def _see(self, tensor: Tensor) -> None:
+        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper has no memory of its own: what is inside has
+            for name in tensor.__tensor_flatten__()[0]:
+                self._see(getattr(tensor, name))
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
