@@ -28,6 +28,7 @@ from memfit.techniques import (
     GradientCheckpointing,
     LoRA,
     LowMemoryOptimizer,
+    MemoryCompression,
     MicroBatching,
     MixedPrecisionTraining,
     OffloadedOptimizerState,
@@ -65,10 +66,14 @@ VARIANTS: dict[str, Technique] = {
     "lora": LoRA(rank=2),
     "qlora": QLoRA(rank=2, targets=("*.up", "up")),
     "allocator": AllocatorSettings(),
+    "packed": MemoryCompression(compression_algorithm="exponent-split", min_elements=64),
+    "packed to 8 bits": MemoryCompression(compression_algorithm="int8", min_elements=64),
 }
 KINDS = ("full", "save linear", "chunked", "fused", "micro")
 LATER = ("bf16", "fp16", "bf16 weights", "8-bit state", "adafactor", "in backward", "offloaded state", "lora")
 """Kinds that are tried on fewer models, and in pairs on one."""
+SAVED = ("packed", "packed to 8 bits")
+"""Kinds that keep saved tensors in another form: on two models, and in pairs with those that save otherwise."""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,8 @@ def plain() -> dict[str, Trained]:
 def _fits(case: Case, technique: Technique) -> bool:
     if isinstance(technique, QLoRA):
         return case.name == "gpt"
+    if technique in [VARIANTS[saved] for saved in SAVED]:
+        return case.name in ("gpt", "cnn")
     if technique in [VARIANTS[later] for later in LATER]:
         return case.name in ("gpt", "cnn", "frozen", "hf-llama")
     return case.language or not isinstance(technique, ChunkedCrossEntropy)
@@ -141,7 +148,7 @@ def test_settings_survive_json(variant: str) -> None:
     assert technique_from_settings(settings) == VARIANTS[variant]
 
 
-@pytest.mark.parametrize("variant", (*KINDS, *LATER))
+@pytest.mark.parametrize("variant", (*KINDS, *LATER, *SAVED))
 def test_a_second_time_is_refused_and_changes_nothing(variant: str) -> None:
     model = CASES["gpt"].model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -184,7 +191,9 @@ REFUSED = (
 
 def _later_pairs() -> list[tuple[str, str]]:
     pairs = itertools.permutations((*(k for k in KINDS if k != "save linear"), *LATER), 2)
-    return [p for p in pairs if (set(p) & set(LATER)) and VARIANTS[p[0]].name != VARIANTS[p[1]].name]
+    later = [p for p in pairs if (set(p) & set(LATER)) and VARIANTS[p[0]].name != VARIANTS[p[1]].name]
+    others = ("full", "save linear", "chunked", "bf16", "in backward", "lora")
+    return later + [p for pair in itertools.product(("packed",), others) for p in (pair, pair[::-1])]
 
 
 @pytest.mark.parametrize(("first", "second"), _later_pairs())
@@ -230,7 +239,7 @@ def test_undo_takes_the_last_one_first() -> None:
         undo(model)
 
 
-@pytest.mark.parametrize("variant", ["full", "save linear", "chunked"])
+@pytest.mark.parametrize("variant", ["full", "save linear", "chunked", "packed"])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_a_changed_model_can_be_copied(variant: str, way: str, plain: dict[str, Trained]) -> None:
     """The copy works on its own parameters, with the technique on."""
@@ -260,7 +269,7 @@ def _copy(model: nn.Module, way: str) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("variant", ["full", "save linear", "chunked"])
+@pytest.mark.parametrize("variant", ["full", "save linear", "chunked", "packed"])
 def test_a_dropped_model_is_freed_at_once(variant: str) -> None:
     import weakref
 
@@ -296,7 +305,7 @@ def test_compiled(case: str, variant: str) -> None:
     assert applied_techniques(changed) == ()
 
 
-@pytest.mark.parametrize("variant", ["full", "save linear", "chunked"])
+@pytest.mark.parametrize("variant", ["full", "save linear", "chunked", "packed"])
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_distributed_data_parallel(
     variant: str, order: str, plain: dict[str, Trained], one_process_group: None
@@ -318,7 +327,9 @@ def _bitwise(plain: Trained, changed: Trained, _: float) -> None:
     assert_bitwise(plain, changed)
 
 
-@pytest.mark.parametrize("variant", ["full", "save linear", "save attention", "save random", "chunked"])
+@pytest.mark.parametrize(
+    "variant", ["full", "save linear", "save attention", "save random", "chunked", "packed to 8 bits"]
+)
 @pytest.mark.parametrize("case", ["gpt", "hf-gpt2", "encoder-decoder"])
 def test_on_meta_tensors(case: str, variant: str) -> None:
     """Where no dry run is to be had, plans are tried on tensors without values, and without autocast."""

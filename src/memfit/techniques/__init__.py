@@ -13,6 +13,7 @@ from memfit.core.errors import UsageError
 from memfit.techniques.allocator_settings import AllocatorSettings
 from memfit.techniques.base import Technique, applied_techniques, undo, undo_all
 from memfit.techniques.chunked_cross_entropy import ChunkedCrossEntropy
+from memfit.techniques.compression import MemoryCompression
 from memfit.techniques.gradient_checkpointing import GradientCheckpointing
 from memfit.techniques.lora import LoRA, QLoRA
 from memfit.techniques.low_memory_optimizers import LowMemoryOptimizer
@@ -36,6 +37,7 @@ TECHNIQUES: Mapping[str, type[Technique]] = {
         OffloadedOptimizerState,
         LoRA,
         QLoRA,
+        MemoryCompression,
         AllocatorSettings,
     )
 }
@@ -47,6 +49,7 @@ __all__ = [
     "GradientCheckpointing",
     "LoRA",
     "LowMemoryOptimizer",
+    "MemoryCompression",
     "MicroBatching",
     "MixedPrecisionTraining",
     "OffloadedOptimizerState",
