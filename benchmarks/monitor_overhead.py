@@ -5,20 +5,22 @@
     python benchmarks/monitor_overhead.py --json
 
 Steps with and without watching run in turns in one process, so that whatever else the machine does falls on
-both; the ratio of each pair is taken, and the median of them. Processor time is the steadier figure: other
-jobs on the machine move the clock far more than watching does.
+both; the ratio of each pair is taken, and the median of them. Where other jobs share the machine they move
+these ratios by far more than watching does; the processor time of the readings themselves is the steady
+figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,21 +71,23 @@ def run(step: Callable[[], None], count: int, watcher: Watcher | None) -> Took:
     return Took(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def reading_seconds(watcher: Watcher, readings: int) -> float:
-    """Processor seconds of one reading, from within a thread that does nothing else."""
+@contextlib.contextmanager
+def readings_timed() -> Iterator[list[float]]:
+    """Processor seconds of every reading, as the watching thread takes them between the training's steps."""
     spent: list[float] = []
+    original = Watcher._read
 
-    def read() -> None:
-        watcher.sample()
+    def timed(watcher: Watcher) -> None:
         began = time.thread_time()
-        for _ in range(readings):
-            watcher.sample()
-        spent.append((time.thread_time() - began) / readings)
+        original(watcher)
+        if threading.current_thread() is not threading.main_thread():
+            spent.append(time.thread_time() - began)
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    thread.join()
-    return spent[0]
+    Watcher._read = timed  # type: ignore[method-assign]
+    try:
+        yield spent
+    finally:
+        Watcher._read = original  # type: ignore[method-assign]
 
 
 def scrape_seconds(run_folder: Path, scrapes: int) -> list[float]:
@@ -105,18 +109,21 @@ def measure(pairs: int, block_seconds: float, interval: float) -> dict[str, Any]
     step = training("cuda" if torch.cuda.is_available() else "cpu")
     run(step, 20, None)
     count = max(1, int(block_seconds / (run(step, 20, None).wall_seconds / 20)))
-    wall, cpu = [], []
-    with tempfile.TemporaryDirectory() as folder:
+    wall, cpu, first = [], [], []
+    with tempfile.TemporaryDirectory() as folder, readings_timed() as readings:
         for pair in range(pairs):
             plain = run(step, count, None) if pair % 2 == 0 else None
             watcher = memfit.watch(folder=Path(folder) / str(pair), interval=interval)
+            began = time.process_time()
+            watcher.step()
+            watcher.sample()  # the first reading makes the files of the records; it is told apart
+            first.append(time.process_time() - began)
             watched = run(step, count, watcher)
             watcher.stop()
             plain = plain or run(step, count, None)
             wall.append(watched.wall_seconds / plain.wall_seconds)
             cpu.append(watched.cpu_seconds / plain.cpu_seconds)
         with memfit.watch(folder=Path(folder) / "last", interval=3600) as watcher:
-            reading = reading_seconds(watcher, 50)
             began = time.perf_counter()
             for _ in range(2000):
                 watcher.step()
@@ -131,8 +138,10 @@ def measure(pairs: int, block_seconds: float, interval: float) -> dict[str, Any]
         "cpu_ratio": statistics.median(cpu),
         "wall_ratios": sorted(wall),
         "cpu_ratios": sorted(cpu),
-        "reading_cpu_seconds": reading,
-        "reading_share": reading / interval,
+        "first_reading_cpu_seconds": statistics.median(first),
+        "readings": len(readings),
+        "reading_cpu_seconds": statistics.mean(readings),
+        "reading_share": statistics.mean(readings) / interval,
         "step_call_seconds": step_call,
         "scrape_seconds": statistics.median(scrapes),
         "scrape_seconds_95": scrapes[int(0.95 * len(scrapes))],
@@ -156,6 +165,7 @@ def main() -> None:
     pairs = found["pairs"]
     print(f"  watched / plain, median of {pairs} pairs: {found['cpu_ratio']:.4f} of processor time, "
           f"{found['wall_ratio']:.4f} by the clock")  # fmt: skip
+    print(f"  the first reading: {found['first_reading_cpu_seconds'] * 1e3:.1f} ms, once")
     print(f"  one reading: {found['reading_cpu_seconds'] * 1e3:.2f} ms of a processor, "
           f"{found['reading_share']:.2%} of the time")  # fmt: skip
     print(f"  watcher.step(): {found['step_call_seconds'] * 1e6:.1f} µs")

@@ -28,6 +28,7 @@ QUANTITIES: Mapping[str, str] = {
 
 WINDOW_SECONDS = 600.0
 RATE_SECONDS = 60.0
+FIT_SECONDS = 5.0
 MOST_POINTS = 2000
 _LEAST_STRANDED_SHARE = 0.02
 
@@ -64,6 +65,16 @@ class _Steps:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """The growth of one process, and when it was fitted."""
+
+    at_seconds: float
+    per_step: Growth | None
+    per_second: Growth | None
+    bytes_per_second: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trend:
     """How one process grows.
 
@@ -85,7 +96,7 @@ class Trends:
     def __init__(self) -> None:
         self._past: dict[str, _Past] = defaultdict(_Past)
         self._steps: dict[str, _Steps] = defaultdict(_Steps)
-        self._trends: dict[str, tuple[AllocatorSample, Trend]] = {}
+        self._fits: dict[str, _Fit] = {}
         self._untracked: dict[str, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=MOST_POINTS))
 
     def add(self, sample: Sample) -> None:
@@ -113,14 +124,25 @@ class Trends:
             past.seconds.append(step.seconds)
 
     def trend(self, one: AllocatorSample, device: DeviceSample | None) -> Trend:
-        """Growth of one process on one device; by its steps where they are counted, else by the clock."""
-        known = self._trends.get(one.key)
-        if known is None or known[0] is not one:
-            known = self._trends[one.key] = one, self._fit(one, device)
-        return known[1]
+        """Growth of one process on one device; by its steps where they are counted, else by the clock.
 
-    def _fit(self, one: AllocatorSample, device: DeviceSample | None) -> Trend:
+        The growth is fitted anew every `FIT_SECONDS`; the room is that of the newest sample.
+        """
+        fit = self._fit(one)
+        room = room_bytes(one, device)
+        return Trend(
+            per_step=fit.per_step,
+            per_second=fit.per_second,
+            room_bytes=room,
+            seconds_to_oom=seconds_to_oom(room, fit.bytes_per_second),
+        )
+
+    def _fit(self, one: AllocatorSample) -> _Fit:
         past = self._past[one.key]
+        now = past.times[-1] if past.times else 0.0
+        known = self._fits.get(one.key)
+        if known is not None and known.at_seconds <= now < known.at_seconds + FIT_SECONDS:
+            return known
         steps = self._steps.get(one.process_key)
         per_step = growth(steps.numbers, steps.held) if steps else None
         per_second = growth(past.times, past.held)
@@ -128,13 +150,9 @@ class Trends:
         if steps and per_step and steps.seconds:
             step_seconds = sorted(steps.seconds)[len(steps.seconds) // 2]
             rate = per_step.bytes_per_unit / step_seconds if step_seconds > 0 else rate
-        room = room_bytes(one, device)
-        return Trend(
-            per_step=per_step,
-            per_second=per_second,
-            room_bytes=room,
-            seconds_to_oom=seconds_to_oom(room, rate),
-        )
+        fit = _Fit(at_seconds=now, per_step=per_step, per_second=per_second, bytes_per_second=rate)
+        self._fits[one.key] = fit
+        return fit
 
     def per_minute(self, one: AllocatorSample) -> tuple[float, float]:
         """Retries and out-of-memory errors in the last minute."""
