@@ -215,3 +215,17 @@ def test_a_missing_file_or_an_empty_folder(tmp_path):
     for place in (tmp_path / "no.yaml", tmp_path):
         with pytest.raises(MemfitError, match=str(place)):
             load_configuration(place)
+
+
+def test_the_documentation_has_every_key_with_its_default():
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z_.]+)` \| (.*?) \|", page, re.MULTILINE))
+    assert list(rows) == [".".join(path) for path, _ in leaves()]
+    for path, key in leaves():
+        shown, default = rows[".".join(path)], key.default
+        if (
+            isinstance(default, int | float | str)
+            and not isinstance(default, bool)
+            and default not in (4 * 10**9, 64 * 10**6)
+        ):
+            assert f"`{default}`" in shown
