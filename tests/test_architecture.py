@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "memfit"
 
@@ -152,7 +150,20 @@ def _part_of(name: str) -> str:
     return modules()[name].part if name in modules() else name.split(".")[1]
 
 
-each_module = pytest.mark.parametrize("module", modules().values(), ids=lambda module: module.name)
+def each_module(check: Callable[[Module], None]) -> Callable[[], None]:
+    """One test of all modules, which tells of every one that fails."""
+
+    def test() -> None:
+        wrong = []
+        for module in modules().values():
+            try:
+                check(module)
+            except AssertionError as problem:
+                wrong.append(f"{module.name}: {problem}")
+        assert not wrong, "\n".join(wrong)
+
+    test.__name__, test.__doc__ = check.__name__, check.__doc__
+    return test
 
 
 @each_module
