@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from memfit.core.trace import Trace, TraceBuilder
     from memfit.core.units import format_bytes, parse_bytes
     from memfit.core.workload import Workload
+    from memfit.distributed import (
+        DistributedMemory,
+        FaultTolerance,
+        LoadBalancing,
+        MemorySynchronization,
+    )
     from memfit.dryrun import DryRunResult, dry_run
     from memfit.formats import read_trace
     from memfit.manager import GPUMemoryManager
@@ -79,9 +85,11 @@ __all__ = [
     "Configured",
     "Diagnosis",
     "Difference",
+    "DistributedMemory",
     "DryRunResult",
     "DynamicAllocation",
     "Explanation",
+    "FaultTolerance",
     "FitResult",
     "GPUMemoryManager",
     "GradientCheckpointing",
@@ -89,6 +97,7 @@ __all__ = [
     "InputError",
     "Ladder",
     "LoRA",
+    "LoadBalancing",
     "LowMemoryOptimizer",
     "MemfitError",
     "MemoryAllocator",
@@ -96,6 +105,7 @@ __all__ = [
     "MemoryCompression",
     "MemoryPool",
     "MemoryProfiler",
+    "MemorySynchronization",
     "MicroBatching",
     "MixedPrecisionTraining",
     "OffloadedOptimizerState",
@@ -169,6 +179,12 @@ _HOME = {
     "memfit.core.trace": ("Trace", "TraceBuilder"),
     "memfit.core.units": ("format_bytes", "parse_bytes"),
     "memfit.core.workload": ("Workload",),
+    "memfit.distributed": (
+        "DistributedMemory",
+        "FaultTolerance",
+        "LoadBalancing",
+        "MemorySynchronization",
+    ),
     "memfit.dryrun": ("DryRunResult", "dry_run"),
     "memfit.formats": ("read_trace",),
     "memfit.manager": ("GPUMemoryManager",),
