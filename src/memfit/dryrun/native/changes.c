@@ -310,8 +310,8 @@ ADJUST(utimes, (const char *path, const struct timeval times[2]), real(chosen, t
     REAL(name);                                                       \
     char full[PATH_MAX], room[PATH_MAX];                              \
     const char *given = joined(folder, path, full);                   \
-    const char *chosen = path ? adjustable(given, room) : path;       \
-    if (path && !chosen) return 0;                                    \
+    const char *chosen = given ? adjustable(given, room) : given;     \
+    if (given && !chosen) return 0;                                   \
     return chosen == given ? here : elsewhere;                        \
   }
 ADJUST_AT(fchmodat, (int folder, const char *path, mode_t mode, int flags), real(AT_FDCWD, chosen, mode, flags),
