@@ -26,7 +26,7 @@ from memfit.dryrun.interception import resume
 from memfit.planning.figures import Settings
 from memfit.planning.fork import in_fork
 from memfit.planning.plan import apply_settings, micro_batch_count, sample_count
-from memfit.techniques import TECHNIQUES, Technique, undo
+from memfit.techniques import TECHNIQUES, MixedPrecisionTraining, Technique, mixed_precision_of, undo
 from memfit.techniques.blocks import block_names
 
 STEPS = 3
@@ -163,12 +163,28 @@ def applied(step: TrainingStep, techniques: Sequence[Settings]) -> Iterator[None
         )
     apply_settings(techniques, step.model, step.optimizer)
     step.micro_batches = count if count > 1 else before
+    scaler, mixed = step.scaler, mixed_precision_of(step.model)
+    if mixed is not None and mixed.scales_losses and scaler is None:
+        step.scaler = _LossScaling(mixed)  # type: ignore[assignment]
     try:
         yield
     finally:
-        step.micro_batches = before
+        step.micro_batches, step.scaler = before, scaler
         for _ in techniques:
             undo(step.model)
+
+
+class _LossScaling:
+    """Mixed precision in the place of a gradient scaler: the optimizer's own step unscales and updates."""
+
+    def __init__(self, mixed: MixedPrecisionTraining) -> None:
+        self.scale = mixed.scale_loss
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def update(self) -> None:
+        """Is done by the step."""
 
 
 def model_facts(step: TrainingStep) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""A ladder as one HTML page that needs nothing else: the table, the figure, and what is missing with why."""
+
+from __future__ import annotations
+
+import base64
+
+from memfit.analysis.ladder_values import Ladder
+from memfit.reports.elements import number, number_table, section
+from memfit.reports.html import POLICY, _paint_css, _static
+from memfit.reports.ladder import HEADS, headline, ladder_rows, quality_sentence, reasons, subtitle
+from memfit.reports.ladder_figure import ladder_png
+from memfit.reports.markup import Markup, tag
+from memfit.reports.words import EXACTNESS_WORDS, plan_rows
+
+FIGURE_CSS = "figure img{max-width:100%;height:auto;background:#fff;border-radius:6px}"
+
+
+def ladder_page(ladder: Ladder) -> str:
+    """The page, as text to write to a file."""
+    title = f"Ladder of {ladder.workload}"
+    head = [
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("title", f"memfit: {title}"),
+        tag("style", Markup(_static("page.css") + _paint_css() + FIGURE_CSS)),
+    ]
+    top = tag(
+        "header",
+        tag("h1", title),
+        tag("p", subtitle(ladder), class_="muted"),
+        tag("ul", tag("li", headline(ladder), class_="neither"), class_="verdicts"),
+    )
+    body = tag("main", top, _figure(ladder), _table(ladder), _techniques(ladder), _missing(ladder))
+    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
+
+
+def _figure(ladder: Ladder) -> Markup:
+    data = base64.b64encode(ladder_png(ladder)).decode("ascii")
+    image = tag("img", src=f"data:image/png;base64,{data}", alt=f"Peak memory by rung: {headline(ladder)}")
+    return section("Rung by rung", "rungs", tag("figure", image))
+
+
+def _table(ladder: Ladder) -> Markup:
+    rows = (
+        tag(
+            "tr",
+            (
+                number(cell) if is_number else tag("td", cell)
+                for cell, (_, is_number) in zip(row.cells, HEADS, strict=True)
+            ),
+        )
+        for row in ladder_rows(ladder)
+    )
+    sentence = quality_sentence(ladder)
+    note = None if sentence is None else tag("p", sentence)
+    return section("Figures", "figures", number_table("Each rung has all above it", HEADS, rows), note)
+
+
+def _techniques(ladder: Ladder) -> Markup | None:
+    applied = [rung for rung in ladder.climbed if rung.settings is not None]
+    if not applied:
+        return None
+    rows = (
+        tag(
+            "tr",
+            tag("td", rung.name.replace("_", " ")),
+            tag("td", "; ".join(f"{row.where}: {row.keeps}" for row in plan_rows([rung.settings or {}]))),
+            tag("td", f"{rung.exactness}: {EXACTNESS_WORDS[rung.exactness]}" if rung.exactness else "–"),
+        )
+        for rung in applied
+    )
+    heads = (("technique", False), ("what it does", False), ("results", False))
+    return section("What was applied", "techniques", number_table("In this order", heads, rows))
+
+
+def _missing(ladder: Ladder) -> Markup | None:
+    found = reasons(ladder)
+    if not found:
+        return None
+    return section("To mind", "to-mind", tag("ul", (tag("li", reason) for reason in found)))
