@@ -371,7 +371,7 @@ class _Lab:
         return run_caching(self._program, self._allocator(settings), exact_start=False, stop=self._stop)
 
     def _main(self, layouts_at: frozenset[int]) -> tuple[Run, Layout]:
-        """The main run, twice: where most is reserved (and most of it free) is known only after the first."""
+        """The main run, and again up to where most is reserved (and most of it free), which only it tells."""
         first = self._detailed(layouts_at)
         if first.same_places < first.compared_places and self._exact_settings:
             first = self._with_older_order(first, layouts_at)
@@ -381,8 +381,8 @@ class _Lab:
         peak = int(highest[np.argmax(first.allocated_bytes[highest])])
         if peak in first.layouts:
             return first, first.layouts[peak]
-        main = self._detailed(layouts_at | {peak})
-        return main, main.layouts[peak]
+        again = self._detailed(frozenset({peak}), until=peak, totals=False)
+        return replace(first, layouts={**first.layouts, peak: again.layouts[peak]}), again.layouts[peak]
 
     def _with_older_order(self, first: Run, layouts_at: frozenset[int]) -> Run:
         """Before 2.14 PyTorch told blocks of one size apart by address alone: if that explains more, it is
@@ -394,14 +394,15 @@ class _Lab:
         self._tie_break = "creation"
         return first
 
-    def _detailed(self, layouts_at: frozenset[int]) -> Run:
+    def _detailed(self, layouts_at: frozenset[int], *, until: int | None = None, totals: bool = True) -> Run:
         return run_caching(
             self._program,
             self._allocator(self._settings),
             exact_start=self._exact_settings and (self._exact or self._recording.start is None),
-            detailed=True,
+            detailed=totals,
             stop=self._stop,
             layouts_at=layouts_at,
+            until=until,
         )
 
     def _shortages(self, main: Run) -> tuple[Shortage, ...]:

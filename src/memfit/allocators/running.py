@@ -183,7 +183,8 @@ class Run:
 
 def run_caching(
     program: Program, allocator: CachingAllocator, *, exact_start: bool = True, detailed: bool = False,
-    stop: bool = True, layouts_at: frozenset[int] = frozenset(), arrays: bool | None = None,
+    stop: bool = True, layouts_at: frozenset[int] = frozenset(), until: int | None = None,
+    arrays: bool | None = None,
 ) -> Run:  # fmt: skip
     """Run a program through PyTorch's allocator.
 
@@ -195,6 +196,7 @@ def run_caching(
         stop: end where memory runs out, as a program does that does not catch it; otherwise leave the
             allocation out and go on. Failures that were recorded, and survived, never end it.
         layouts_at: events after which to keep the layout.
+        until: the last event to run; ``None`` for all of them.
         arrays: run over arrays that numba compiles, or event by event over objects; ``None`` takes what is
             faster here. What comes out is the same.
     """
@@ -203,7 +205,9 @@ def run_caching(
         from memfit.allocators.fast.running import ArrayRun
 
         kind = ArrayRun
-    return kind(program, allocator, detailed, stop, layouts_at).run(exact_start)
+    run = kind(program, allocator, detailed, stop, layouts_at)
+    run._until = len(program) - 1 if until is None else until
+    return run.run(exact_start)
 
 
 class CachingRun:
@@ -215,6 +219,7 @@ class CachingRun:
     ) -> None:  # fmt: skip
         self._program, self._allocator = program, allocator
         self._detailed, self._stop, self._layouts_at = detailed, stop, layouts_at
+        self._until = len(program) - 1
         self._last = -1
         self._ended = False
         self._exact = False
@@ -251,10 +256,10 @@ class CachingRun:
                 self._reserved.append((index, before))
             if detailed:
                 self._note_totals()
-                if index in layouts_at:
-                    self._keep_layout(index)
+            if index in layouts_at:
+                self._keep_layout(index)
             self._last = index
-            if self._ended:
+            if self._ended or index == self._until:
                 break
 
     def _begin(self, exact_start: bool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from memfit.allocators.replay import SegmentLayout
 from memfit.allocators.running import Failure, Layout
@@ -224,20 +226,30 @@ class _Lives:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        actions, blocks = trace.action.tolist(), trace.block.tolist()
-        self._born: dict[int, int] = {}
-        self._freed: dict[int, int] = {}
-        for index, (action, block) in enumerate(zip(actions, blocks, strict=True)):
-            if action == Action.ALLOC:
-                self._born[block] = index
-            elif action == Action.FREE and block >= 0:
-                self._freed[block] = index
+        self._born = _Moments(trace, Action.ALLOC)
+        self._freed = _Moments(trace, Action.FREE)
 
     def of(self, key: int | None) -> tuple[str, int | None, int | None]:
-        born = None if key is None else self._born.get(key)
+        born = None if key is None else self._born.of(key)
         if key is None or born is None:
             return "", None, None
-        return _place(self._trace, born), born, self._freed.get(key)
+        return _place(self._trace, born), born, self._freed.of(key)
+
+
+class _Moments:
+    """The event of one kind that each block has."""
+
+    def __init__(self, trace: Trace, action: Action) -> None:
+        self._events = np.flatnonzero((trace.action == action) & (trace.block >= 0))
+        self._blocks = trace.block[self._events]
+        if (self._blocks[1:] < self._blocks[:-1]).any():
+            order = np.argsort(self._blocks, kind="stable")
+            self._events, self._blocks = self._events[order], self._blocks[order]
+
+    def of(self, block: int) -> int | None:
+        place = int(np.searchsorted(self._blocks, block))
+        found = place < len(self._blocks) and self._blocks[place] == block
+        return int(self._events[place]) if found else None
 
 
 def _place(trace: Trace, index: int) -> str:
@@ -265,29 +277,38 @@ def growing_buffers(trace: Trace, *, least_steps: int = 4) -> tuple[Sequence[int
     Returns:
         Final sizes of the buffers that grew in at least ``least_steps`` steps, and how many steps there were.
     """
-    grown_from: dict[int, int] = {}
+    grown_from: set[int] = set()
     steps_of: dict[int, int] = {}
-    recent: list[tuple[int, int]] = []
-    size_of: dict[int, int] = {}
-    rows = zip(trace.action.tolist(), trace.block.tolist(), trace.size_bytes.tolist(), strict=True)
-    for action, block, size in rows:
-        if action == Action.ALLOC:
-            size_of[block] = size
-            recent = [*recent[-3:], (block, size)]
-        elif action == Action.FREE and block in size_of:
-            old = size_of.pop(block)
-            heir = next(
-                (b for b, s in recent if old < s <= 4 * old and b != block and b not in grown_from), None
-            )
-            if heir is not None and heir in size_of and old > SMALL_LIMIT_BYTES:
-                grown_from[heir] = block
+    freed_at = _Moments(trace, Action.FREE)
+    for event, born, recent in _replaced_by_larger(trace):
+        block, old = int(trace.block[event]), int(trace.size_bytes[born])
+        for alloc in recent:
+            heir, size = int(trace.block[alloc]), int(trace.size_bytes[alloc])
+            if not old < size <= 4 * old or heir in grown_from:
+                continue
+            end = freed_at.of(heir)
+            if end is None or end > event:
+                grown_from.add(heir)
                 steps_of[heir] = steps_of.pop(block, 0) + 1
+            break
     final = {block: steps for block, steps in steps_of.items() if steps >= least_steps}
-    sizes = dict(
-        zip(
-            trace.block[trace.action == Action.ALLOC].tolist(),
-            trace.size_bytes[trace.action == Action.ALLOC].tolist(),
-            strict=True,
-        )
-    )
-    return [sizes[block] for block in final], sum(final.values())
+    born_at = _Moments(trace, Action.ALLOC)
+    events = [born_at.of(block) for block in final]
+    return [int(trace.size_bytes[event]) for event in events if event is not None], sum(final.values())
+
+
+def _replaced_by_larger(trace: Trace) -> Iterator[tuple[int, int, list[int]]]:
+    """Frees of large blocks soon after a block of up to four times the size was allocated: the free, the
+    allocation of its block, and the last four allocations, the oldest first."""
+    born = trace.alloc_index()
+    frees = np.flatnonzero((trace.action == Action.FREE) & (born >= 0))
+    old = trace.size_bytes[born[frees]]
+    frees, old = frees[old > SMALL_LIMIT_BYTES], old[old > SMALL_LIMIT_BYTES]
+    allocs = np.flatnonzero(trace.action == Action.ALLOC)
+    before = np.searchsorted(allocs, frees)
+    likely = np.zeros(len(frees), dtype=bool)
+    for back in range(1, 5):
+        size = trace.size_bytes[allocs[np.maximum(before - back, 0)]]
+        likely |= (before >= back) & (old < size) & (size <= 4 * old)
+    for event, count in zip(frees[likely].tolist(), before[likely].tolist(), strict=True):
+        yield event, int(born[event]), allocs[max(count - 4, 0) : count].tolist()

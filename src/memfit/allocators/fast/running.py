@@ -17,7 +17,7 @@ class ArrayRun(CachingRun):
 
     def _events(self) -> None:
         program = self._program
-        count = len(program)
+        count = self._until + 1
         engine = self._engine = Engine(
             self._allocator,
             program.events,
@@ -27,7 +27,7 @@ class ArrayRun(CachingRun):
             kept_after=program.last_allocation,
             detailed=self._detailed,
         )
-        kept = self._layouts_at if self._detailed else ()
+        kept = self._layouts_at
         at = 0
         for stop in sorted({*(event + 1 for event in kept if 0 <= event < count), count}):
             while at < stop and not self._ended:
