@@ -86,6 +86,15 @@ def fit(
             help="What measures a step: dryrun (a made-up GPU under PyTorch), portable (anywhere), auto.",
         ),
     ] = EngineChoice.auto,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep", help="Draw the whole front instead: the best plan for budgets from the least to plain."
+        ),
+    ] = False,
+    points: Annotated[
+        int, typer.Option("--points", metavar="N", min=2, max=100, help="How many budgets a sweep has.")
+    ] = 10,
 ) -> int:
     """Find the fastest way to train a workload within a memory budget, and prove it.
 
@@ -99,6 +108,10 @@ def fit(
         report=report, plan_file=plan_file, png=png,
     )  # fmt: skip
     asked.check_outputs()
+    if sweep:
+        from memfit.cli.fit_sweep import run_sweep
+
+        return run_sweep(asked, points=points, as_json=as_json)
     # The traces are read for the charts and then no longer needed.
     with tempfile.TemporaryDirectory(prefix="memfit-") as traces:
         result = _search(asked, Path(traces), quiet=as_json)
@@ -141,7 +154,7 @@ class Asked:
         if self.png is not None:
             check_folder(self.png, option=f"--png {self.png}")
 
-    def command(self) -> str:
+    def command(self, *more: str) -> str:
         """The command line that does the same again."""
         from memfit.reports.verdict import shell_line
 
@@ -154,7 +167,7 @@ class Asked:
             "--plan": self.plan_file,
         }
         words += [word for name, value in options.items() if value is not None for word in (name, str(value))]
-        return shell_line([*words, *([] if self.verify else ["--no-verify"])])
+        return shell_line([*words, *more, *([] if self.verify else ["--no-verify"])])
 
 
 STAGES: Mapping[str, str] = {

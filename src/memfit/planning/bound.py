@@ -68,7 +68,24 @@ def lower_bound(
         moments: how many moments of the backward pass are looked at.
         time_limit_seconds: for each moment; when it is reached, the bound proven so far counts.
     """
+    return lower_bounds(graph, costs, [peak_bytes], moments=moments, time_limit_seconds=time_limit_seconds)[0]
+
+
+def lower_bounds(
+    graph: StepGraph,
+    costs: Sequence[float],
+    peaks_bytes: Sequence[int],
+    *,
+    moments: int = MOMENTS,
+    time_limit_seconds: float = TIME_LIMIT_SECONDS,
+) -> list[Bound]:
+    """`lower_bound` at several peaks: the programs are read from the graph once."""
     programs = [_Program.at(graph, costs, moment) for moment in _moments(graph, moments)]
+    return [_worst_moment(programs, peak, time_limit_seconds) for peak in peaks_bytes]
+
+
+def _worst_moment(programs: Sequence[_Program], peak_bytes: int, time_limit_seconds: float) -> Bound:
+    """The largest bound of all moments at one peak."""
     relaxed = [
         program.solve(peak_bytes, integral=False, time_limit_seconds=time_limit_seconds)
         for program in programs

@@ -51,6 +51,7 @@ class Explorer:
         allow: how far results may move.
         progress: told as it goes on.
         notes: gets what could not be tried, in words.
+        local_steps: how many neighbours of a lever's best plan are run.
     """
 
     bench: Bench
@@ -60,6 +61,7 @@ class Explorer:
     allow: Exactness
     progress: Progress
     notes: list[str]
+    local_steps: int = LOCAL_STEPS
     _budget_bytes: int = field(default=0, init=False)
     _graphs: dict[str, StepGraph | None] = field(default_factory=dict, init=False)
     _options: tuple[dict[tuple[str, ...], Option], ...] | None = field(default=None, init=False)
@@ -174,7 +176,7 @@ class Explorer:
                 refiner.sweep(FRONT_POINTS)
             fastest = min(filter(self._fits, tried), key=by_seconds, default=None)
             if fastest is not None and fastest.seconds < best:
-                tried += refiner.improve(fastest, LOCAL_STEPS)
+                tried += refiner.improve(fastest, self.local_steps)
         return min((t.seconds for t in tried if self._fits(t)), default=float("inf"))
 
     def _named(self, row: Row, case: LeverProblem, best: float) -> list[Try]:

@@ -53,7 +53,7 @@ def fit(
     if allow not in EXACTNESS_ORDER:
         raise UsageError(f"allow={allow!r}: use one of {', '.join(EXACTNESS_ORDER)}")
     show = progress or no_progress
-    reference, spec = _reference(workload)
+    reference, spec = workload_and_spec(workload)
     folder = Path(traces) if traces is not None else Path(tempfile.mkdtemp(prefix="memfit-"))
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -112,8 +112,11 @@ def _reachable(budget_bytes: int, gpu: GPU) -> int:
     return min(budget_bytes, gpu.runtime_total_bytes - gpu.context_bytes)
 
 
-def _reference(workload: Workload | str) -> tuple[dict[str, Any], str | None]:
-    """How the child processes build the workload. Texts are read there, so that no torch is loaded here."""
+def workload_and_spec(workload: Workload | str) -> tuple[dict[str, Any], str | None]:
+    """How the child processes build the workload, and its text if it has one.
+
+    Texts are read there, so that no torch is loaded here.
+    """
     if isinstance(workload, str):
         return {"spec": workload, "folder": os.getcwd()}, workload
     from memfit.capture.workloads import workload_reference

@@ -63,7 +63,7 @@ def timeline_figure(report: FitReport) -> Figure | None:
     top = 1.08 * max(
         highest, report.result.budget_bytes if highest > report.result.budget_bytes / 3 else highest
     )
-    figure = _figure(width=9.6, height=3.9)
+    figure = new_figure(width=9.6, height=3.9)
     axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for one, (title, series) in zip(axes, shown, strict=True):
         _draw_step(one, title, series, report.result.budget_bytes)
@@ -127,7 +127,7 @@ def composition_figure(report: FitReport) -> Figure:
         steps.append(("planned", report.result.planned))
     sizes = {label: in_order(figures.peak_by_category) for label, figures in steps}
     names = [name for name in CATEGORY_PAINTS if any(name in by_category for by_category in sizes.values())]
-    figure = _figure(width=7.6, height=0.8 + 0.55 * max(len(names), 1))
+    figure = new_figure(width=7.6, height=0.8 + 0.55 * max(len(names), 1))
     axes = figure.subplots()
     height = 0.8 / len(steps)
     for place, (label, _) in enumerate(steps):
@@ -159,7 +159,7 @@ def account_figure(report: FitReport) -> Figure:
     accounts: list[tuple[str, Account]] = [("plain", report.account(report.result.plain))]
     if report.changes_something and report.result.planned is not None:
         accounts.append(("planned", report.account(report.result.planned)))
-    figure = _figure(width=9.6, height=1.5 + 0.6 * len(accounts))
+    figure = new_figure(width=9.6, height=1.5 + 0.6 * len(accounts))
     axes = figure.subplots()
     seen: set[str] = set()
     for row, (_, account) in enumerate(accounts):
@@ -203,7 +203,7 @@ def front_figure(report: FitReport) -> Figure | None:
     result = report.result
     if not result.candidates:
         return None
-    figure = _figure(width=7.6, height=4.4)
+    figure = new_figure(width=7.6, height=4.4)
     axes = figure.subplots()
     base = result.plain.step_seconds
     points = [
@@ -267,7 +267,8 @@ def _highest(values: Any) -> int:
     return 0 if values is None else int(values.max())
 
 
-def _figure(*, width: float, height: float) -> Figure:
+def new_figure(*, width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -297,6 +298,14 @@ def render_figures(report: FitReport, *, kind: Literal["png", "svg"] = "png") ->
     with mpl.rc_context(style):
         figures = {name: draw(report) for name, draw in FIGURES.items()}
         return {name: _render(figure, kind) for name, figure in figures.items() if figure is not None}
+
+
+def render(draw: Callable[[], Figure], *, kind: Literal["png", "svg"] = "png") -> bytes:
+    """One figure in the house's style, as PNG or SVG."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(dict(STYLE)):  # type: ignore[arg-type]  # matplotlib's keys are literals
+        return _render(draw(), kind)
 
 
 def _render(figure: Figure, kind: str) -> bytes:

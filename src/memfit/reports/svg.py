@@ -230,6 +230,34 @@ def front(report: FitReport) -> Markup | None:
     )  # fmt: skip
 
 
+def sweep_front(
+    front: Sequence[tuple[float, float, str]],
+    peers: Sequence[tuple[float, float, str]],
+    bound: Sequence[tuple[float, float, str]],
+) -> Markup:
+    """Plans as stairs, known schedules as rings, the bound as a dotted line: each point is GiB, percent,
+    name."""
+    everything = [*front, *peers, *bound]
+    frame = _front_frame([x for x, _, _ in everything], [y for _, y, _ in everything])
+    stairs = "".join(
+        f"{'M' if number == 0 else 'H'}{frame.x(x):.1f}{',' if number == 0 else 'V'}{frame.y(y):.1f}"
+        for number, (x, y, _) in enumerate(front)
+    )
+    line = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y, _ in bound)
+    return frame.tag(
+        _grid(frame, "%"), _x_ticks(frame),
+        tag("polyline", tag("title", "no schedule can be below"), points=line, class_="bound", fill="none",
+            stroke="currentColor", stroke_dasharray="2 3"),
+        tag("path", tag("title", "memfit's plans"), d=stairs, class_="reserved", fill="none"),
+        tag("g", [_dot(frame, x, y, name, False) for x, y, name in peers]),
+        tag("g", [_dot(frame, x, y, name, True) for x, y, name in front]),
+        _x_title(frame, "peak reserved, GiB (upwards: time over the plain step)"),
+        label="Reserved memory against predicted time: plans, known schedules and the certified bound; the "
+        "table has the numbers",
+        class_="chart front",
+    )  # fmt: skip
+
+
 def _front_frame(xs: Sequence[float], ys: Sequence[float]) -> Frame:
     width, height = max(xs) - min(xs) or 1.0, max(ys) - min(ys) or 1.0
     return Frame(
