@@ -349,7 +349,7 @@ ASK(ssize_t, readlink, (const char *path, char *out, size_t size), real(chosen, 
   API result name arguments {                                       \
     REAL(name);                                                     \
     char full[PATH_MAX], room[PATH_MAX];                            \
-    const char *given = path && *path ? joined(folder, path, full) : path; \
+    const char *given = joined(folder, path, full);                 \
     const char *chosen = settle(given, O_RDONLY, room);             \
     return chosen == given ? here : elsewhere;                      \
   }

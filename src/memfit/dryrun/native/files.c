@@ -133,7 +133,7 @@ const char *settle(const char *path, int flags, char place[PATH_MAX]) {
 }
 
 const char *joined(int folder, const char *path, char out[PATH_MAX]) {
-  if (!is_guarded() || folder == AT_FDCWD || !path || path[0] == '/') return path;
+  if (!is_guarded() || folder == AT_FDCWD || !path || !*path || path[0] == '/') return path;
   char link[64], above[PATH_MAX];
   snprintf(link, sizeof link, "/proc/self/fd/%d", folder);
   real_files++;
