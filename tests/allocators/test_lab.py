@@ -241,6 +241,17 @@ def test_setting_words() -> None:
     assert setting_text("roundup_power2_divisions:[256:1,>:2]") == "roundup_power2_divisions:[256:1,>:2]"
 
 
+@pytest.mark.parametrize("streams", [1, 2])
+def test_policies_say_that_streams_share_their_range(streams: int) -> None:
+    builder = TraceBuilder()
+    for number in range(4):
+        builder.free(builder.alloc(MIB, stream=number % streams))
+    outcome = replay(builder.build(), policies=("best_fit",)).outcomes[-1]
+    assert outcome.name == "best_fit"
+    assert outcome.peak_reserved_bytes == MIB
+    assert any("share this policy's range" in risk for risk in outcome.risks) == (streams > 1)
+
+
 def test_private_pools_in_json_lines_are_replayed_as_pytorch_does(tmp_path: Path) -> None:
     """A pool's memory serves only the pool, stays at empty_cache, and goes once the pool is let go."""
     lines: list[dict[str, object]] = [

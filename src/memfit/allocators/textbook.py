@@ -24,6 +24,10 @@ MOST_SEARCHED_EVENTS = 20_000
 ROOM = 4
 """Without a capacity and a search, a policy gets so many times the live peak."""
 PRECISION = 0.02
+SHARED_BETWEEN_STREAMS = (
+    "The run used several streams, which share this policy's range: what one frees serves another at once. On a "
+    "GPU that takes an event to wait for; PyTorch's allocator keeps streams apart, and needs more for it."
+)
 
 
 def policy_outcome(
@@ -51,9 +55,15 @@ def policy_outcome(
             peak_reserved_bytes=highest if least is None else least,
             reserved_bytes=run.total("reserved_bytes", 0),
             out_of_memory_events=tuple(failure.event for failure in run.failures),
+            risks=(SHARED_BETWEEN_STREAMS,) if _has_streams(program) else (),
         ),
         run,
     )
+
+
+def _has_streams(program: Program) -> bool:
+    stream = program.events.stream
+    return len(stream) > 0 and bool((stream != stream[0]).any())
 
 
 def _make(name: str, total_bytes: int) -> BaseAllocator:
