@@ -2,10 +2,10 @@
 
     python benchmarks/allocator_speed.py [--events 100000 1000000 10000000] [--live 2000] [--no-real]
 
-All in one run and on the same traces: tensors of sizes that recur, as a model's do, of which at most ``--live``
-live at once; the newest is the next to go as often as any other. PyTorch's allocator is the compiled one, on the
-made-up GPU of the dry run; its time is that of a loop in Python that calls it. Arrays: the best of three, the
-others once; processor time. Every placement and statistic is compared, too.
+All in one run and on the same traces: tensors of sizes that recur, as a model's do, of which at most
+``--live`` live at once; the newest is the next to go as often as any other. PyTorch's allocator is the
+compiled one, on the made-up GPU of the dry run; its time is that of a loop in Python that calls it. Arrays:
+the best of three, the others once; processor time. Every placement and statistic is compared, too.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ ROOM = 4
 """Without a capacity and a search, a policy gets so many times the live peak."""
 PRECISION = 0.02
 SHARED_BETWEEN_STREAMS = (
-    "The run used several streams, which share this policy's range: what one frees serves another at once. On a "
-    "GPU that takes an event to wait for; PyTorch's allocator keeps streams apart, and needs more for it."
+    "The run used several streams, which share this policy's range: what one frees serves another at once. "
+    "On a GPU that takes an event to wait for; PyTorch's allocator keeps streams apart and needs more for it."
 )
 
 

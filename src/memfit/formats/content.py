@@ -52,6 +52,21 @@ class Content:
         except UnicodeDecodeError as error:
             raise InputError(f"{self.name} is not UTF-8 text (byte {error.start})") from error
 
+    def lines(self) -> Iterator[str]:
+        """The same line by line, for files that are long.
+
+        Raises:
+            InputError: it is not UTF-8.
+        """
+        read = 0
+        with open(self.path, "rb") as file:
+            for line in file:
+                try:
+                    yield line.decode("utf-8" if read else "utf-8-sig")
+                except UnicodeDecodeError as error:
+                    raise InputError(f"{self.name} is not UTF-8 text (byte {read + error.start})") from error
+                read += len(line)
+
 
 @contextmanager
 def plain_content(source: Source) -> Iterator[Content]:

@@ -48,7 +48,7 @@ def read(content: Content) -> Recording:
         InputError: a line that is not an operation, by its number.
     """
     reader = _Reader()
-    for number, line in enumerate(content.text().splitlines(), 1):
+    for number, line in enumerate(content.lines(), 1):
         if line.strip():
             reader.read(line, f"{content.name}:{number}")
     return reader.recording()
