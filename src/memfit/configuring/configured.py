@@ -13,7 +13,7 @@ from memfit.configuring.effects import MODEL_EFFECTS, PROCESS_EFFECTS
 from memfit.manager import GPUMemoryManager
 
 if TYPE_CHECKING:
-    from memfit.distributed import FaultTolerance, LoadBalancing, MemorySynchronization
+    from memfit.distributed import DistributedMemory, FaultTolerance, LoadBalancing, MemorySynchronization
     from memfit.profiling.profiler import MemoryProfiler
     from memfit.techniques import MemoryCompression, MixedPrecisionTraining
 
@@ -32,7 +32,8 @@ class Configured:
         compression: reports its ratio, where enabled.
         synchronization: compares replicas after every so many steps, where enabled.
         balancing: deals work to devices, where enabled.
-        fault_tolerance: writes checkpoints, where enabled.
+        fault_tolerance: writes checkpoints, where enabled; its ``step`` is the one at which training goes on.
+        hooks: of the optimizer, which count its steps.
         done: one line for each thing that was done, with the settings that asked for it.
     """
 
@@ -46,8 +47,10 @@ class Configured:
         self.synchronization: MemorySynchronization | None = None
         self.balancing: LoadBalancing | None = None
         self.fault_tolerance: FaultTolerance | None = None
+        self.hooks: list[Any] = []
         self.done: list[str] = []
         self._manager: GPUMemoryManager | None = None
+        self._memory: DistributedMemory | None = None
 
     @property
     def manager(self) -> GPUMemoryManager:
@@ -64,6 +67,19 @@ class Configured:
             )
         return self._manager
 
+    @property
+    def memory(self) -> DistributedMemory:
+        """Memory over ``distributed.num_gpus`` ranks, each within the configured limit; made when first asked
+        for."""
+        from memfit.distributed import DistributedMemory
+
+        if self._memory is None:
+            settings = self.configuration.settings
+            self._memory = DistributedMemory(
+                settings.distributed.num_gpus, limit=settings.memory.gpu_memory.available_memory
+            )
+        return self._memory
+
     def start(self) -> None:
         """Put into effect what concerns the process: limits, the pool, profiling."""
         for effect in PROCESS_EFFECTS:
@@ -77,8 +93,16 @@ class Configured:
             self.done += effect(self)
 
     def close(self) -> None:
-        """End profiling (the profile is saved, if asked for) and give the manager's memory back."""
+        """End profiling (the profile is saved, if asked for) and checkpoints, and give memory back."""
         atexit.unregister(self.close)
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        if self.fault_tolerance is not None:
+            self.fault_tolerance.close()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         if self.profiler is not None and self.profiler.is_profiling:
             self.profiler.stop_profiling()
         if self._manager is not None:

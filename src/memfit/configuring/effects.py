@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from memfit.configuring.rank_effects import balance, protect, synchronize
 from memfit.core.units import format_bytes
 from memfit.techniques import GradientCheckpointing, MixedPrecisionTraining
 
@@ -130,8 +131,8 @@ def lower_precision(configured: Configured) -> Iterator[str]:
     yield f"mixed precision: {wanted.precision}{scaled} (optimization.mixed_precision)"
 
 
-PROCESS_EFFECTS: Sequence[Effect] = (limit_memory, take_pool, profile)
+PROCESS_EFFECTS: Sequence[Effect] = (limit_memory, take_pool, profile, balance)
 """What concerns the process, in order."""
 
-MODEL_EFFECTS: Sequence[Effect] = (checkpoint, compress, lower_precision)
-"""What concerns a model and its optimizer, in order."""
+MODEL_EFFECTS: Sequence[Effect] = (checkpoint, compress, lower_precision, synchronize, protect)
+"""What concerns a model and its optimizer, in order: what is done after a step comes last."""

@@ -1,0 +1,150 @@
+"""The `distributed` section, and compression, of a configuration: each key has an effect that can be seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from distributed.ranks import expect
+from memfit.core.errors import UsageError
+from memfit.techniques import undo_all
+
+MIB = 2**20
+
+
+def net(width: int = 32, blocks: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [
+        nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        for _ in range(blocks)
+    ]
+    return nn.Sequential(*parts)
+
+
+def configured_by(model: nn.Module, *flags: str) -> memfit.Configured:
+    optimizer = torch.optim.AdamW(model.parameters())
+    return memfit.configure(model, optimizer, flags=flags, environment={})
+
+
+def train(configured: memfit.Configured, steps: int) -> None:
+    for step in range(steps):
+        x = torch.full((4, 32), float(step + 1))
+        configured.model(x).square().mean().backward()
+        configured.optimizer.step()
+        configured.optimizer.zero_grad()
+
+
+def test_saved_activations_take_fewer_bytes():
+    """Seen from outside: the storages that live after a forward pass."""
+    x = torch.randn(1024, 32)
+
+    def live_bytes(model: nn.Module) -> int:
+        with memfit.MemoryProfiler(device="cpu", profiling_frequency=1) as profiler:
+            loss = model(x).sum()
+            live = profiler.get_memory_usage().current_bytes
+        loss.backward()
+        return live
+
+    plain = live_bytes(net())
+    path = "optimization.memory_compression"
+    flags = [
+        f"{path}.enabled=true",
+        f"{path}.compression_algorithm=int8",
+        f"{path}.compression_ratio=0.3",
+    ]
+    configured = configured_by(net(), *flags)
+    smaller = live_bytes(configured.model)
+    undo_all(configured.model)
+    configured.close()
+    assert smaller < 0.4 * plain
+    assert configured.compression.report().ratio <= 0.3
+    assert "int8, to 30%" in configured.done[0]
+
+
+def test_checkpoints_are_written_and_taken_up(tmp_path: Path):
+    path = "distributed.fault_tolerance"
+    flags = [
+        f"{path}.enabled=true",
+        f"{path}.checkpoint_frequency=2",
+        f"{path}.folder={tmp_path / 'saved'}",
+        "optimization.mixed_precision.enabled=true",
+        "optimization.mixed_precision.precision=bf16",
+    ]
+    first = configured_by(net(), *flags)
+    train(first, 4)
+    wanted = [parameter.clone() for parameter in first.model.parameters()]
+    train(first, 1)
+    first.close()
+    assert sorted(folder.name[-1] for folder in (tmp_path / "saved").glob("step-*")) == ["2", "4"]
+    second = configured_by(net(), *flags)
+    assert "the state of step 4 is taken up" in second.done[-1] and second.fault_tolerance.step == 4
+    assert all(map(torch.equal, second.model.parameters(), wanted))
+    assert {int(state["step"]) for state in second.optimizer.state.values()} == {4}
+    for _ in second.fault_tolerance.steps(7):  # a loop that counts by itself
+        train(second, 1)
+    assert second.fault_tolerance.step == 7 and second.fault_tolerance.last_saved_step == 7
+    second.close()
+
+
+def test_work_is_dealt_by_the_strategy():
+    dealt = {}
+    for strategy in ("round_robin", "memory_aware"):
+        path = "distributed.load_balancing"
+        configured = configured_by(net(), f"{path}.enabled=true", f"{path}.strategy={strategy}")
+        dealt[strategy] = configured.balancing.assign([4.0, 1.0, 3.0, 1.0], 2).after.makespan_seconds
+        configured.close()
+    assert dealt == {"round_robin": 7.0, "memory_aware": 5.0}
+
+
+def on_a_rank() -> dict[str, Any]:
+    """Two ranks of a launcher, whose buffers drift apart."""
+    from memfit.distributed import groups
+
+    groups.join()
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
+    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    path = "distributed.memory_synchronization"
+    flags = ["distributed.num_gpus=2", "memory.gpu_memory.available_memory=1MiB"]
+    configured = configured_by(model, *flags, f"{path}.enabled=true", f"{path}.sync_frequency=2")
+    means = []
+    for _ in range(2):
+        with torch.no_grad():
+            model[1].running_mean.fill_(float(groups.rank()))
+        configured.optimizer.step()
+        means.append(float(model[1].running_mean[0]))
+    block = configured.memory.allocate(size="1MiB")
+    held = configured.memory.statistics().ranks[groups.rank()].allocated_bytes
+    try:
+        configured.memory.allocate(size="2MiB")
+    except memfit.MemfitError as problem:
+        refused = str(problem)
+    configured.memory.deallocate(block)
+    configured.close()
+    return {"means": means, "held": held, "refused": refused, "found": configured.synchronization.history}
+
+
+def test_ranks_are_brought_in_step_and_share_memory():
+    for rank, result in enumerate(expect(on_a_rank, ranks=2)):
+        assert result["means"] == [float(rank), 0.5]  # averaged after the second step, not the first
+        assert [found.step for found in result["found"]] == [2] and not result["found"][0].divergences
+        assert result["held"] == MIB // 2 and "rank" in result["refused"]
+
+
+def test_without_an_optimizer_steps_are_counted_by_hand(tmp_path: Path):
+    path = "distributed"
+    flags = [
+        f"{path}.memory_synchronization.enabled=true",
+        f"{path}.fault_tolerance.enabled=true",
+        f"{path}.fault_tolerance.folder={tmp_path}",
+    ]
+    configured = memfit.configure(net(), flags=flags, environment={})
+    assert "where synchronization.step(model) is called" in configured.done[0]
+    assert "none without an optimizer" in configured.done[1]
+    with pytest.raises(UsageError, match="protect"):
+        configured.fault_tolerance.save()
+    configured.close()
