@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from memfit.profiling.notebook import load_ipython_extension
     from memfit.profiling.profiler import MemoryProfiler
     from memfit.techniques import (
+        ActivationOffload,
         AllocatorSettings,
         ChunkedCrossEntropy,
         GradientCheckpointing,
@@ -65,16 +66,20 @@ if TYPE_CHECKING:
         OffloadedOptimizerState,
         OptimizerImplementation,
         OptimizerInBackward,
+        ParameterOffload,
         QLoRA,
         undo,
     )
     from memfit.techniques.adaptive import guard, training_step
     from memfit.techniques.batch_size import find_batch_size
+    from memfit.techniques.prefetch import InputPrefetch
+    from memfit.techniques.shared_tensors import SharedTensors
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GPU",
+    "ActivationOffload",
     "AlertRule",
     "AllocatorSettings",
     "BaseAllocator",
@@ -95,6 +100,7 @@ __all__ = [
     "GradientCheckpointing",
     "IdleCacheRelease",
     "InputError",
+    "InputPrefetch",
     "Ladder",
     "LoRA",
     "LoadBalancing",
@@ -112,11 +118,13 @@ __all__ = [
     "OptimizationRecommender",
     "OptimizerImplementation",
     "OptimizerInBackward",
+    "ParameterOffload",
     "PerformanceAnalyzer",
     "Plan",
     "QLoRA",
     "Recording",
     "Replay",
+    "SharedTensors",
     "StepGraph",
     "Timeline",
     "ToolFailure",
@@ -194,6 +202,7 @@ _HOME = {
     "memfit.profiling.notebook": ("load_ipython_extension",),
     "memfit.profiling.profiler": ("MemoryProfiler",),
     "memfit.techniques": (
+        "ActivationOffload",
         "AllocatorSettings",
         "ChunkedCrossEntropy",
         "GradientCheckpointing",
@@ -205,11 +214,14 @@ _HOME = {
         "OffloadedOptimizerState",
         "OptimizerImplementation",
         "OptimizerInBackward",
+        "ParameterOffload",
         "QLoRA",
         "undo",
     ),
     "memfit.techniques.adaptive": ("guard", "training_step"),
     "memfit.techniques.batch_size": ("find_batch_size",),
+    "memfit.techniques.prefetch": ("InputPrefetch",),
+    "memfit.techniques.shared_tensors": ("SharedTensors",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -149,3 +149,83 @@ class Deep:
 
 def _mean_square(model: Any, batch: Any) -> Any:
     return model(batch).square().mean()
+
+
+class OffloadSteps:
+    """Twelve wide blocks on the made-up GPU: peaks, the host's pool, and which stream waits for which."""
+
+    def __init__(self, width: int = 1024, blocks: int = 12, batch: int = 4096) -> None:
+        torch.manual_seed(0)
+        layers = [
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, width))
+            for _ in range(blocks)
+        ]
+        self.model = torch.nn.Sequential(*layers).cuda()
+        self.batch = torch.zeros(batch, width, device="cuda")
+
+    def measure(self, techniques: Sequence[dict[str, Any]], steps: int = 3) -> dict[str, Any]:
+        """Of the last step: the peak, bytes at rest, slabs pinned, waits as (stream, stream of the event)."""
+        for settings in techniques:
+            technique_from_settings(settings).apply(self.model)
+        waits: list[tuple[str, str, str]] = []
+        for number in range(steps):
+            self.model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            resting = torch.cuda.memory_allocated()
+            with _WatchedStreams(waits if number == steps - 1 else []):
+                self.model(self.batch).square().mean().backward()
+        peak = torch.cuda.max_memory_allocated()
+        forwards = [vars(block).get("forward") for block in self.model]
+        keepers = [getattr(f, "keeper", None) for f in forwards]
+        pools = {id(k.pool): k.pool for k in keepers if hasattr(k, "pool")}
+        gradients = {p.grad.device.type for p in self.model.parameters() if p.grad is not None}
+        undo_all(self.model)
+        self.model.zero_grad()
+        devices = {p.device.type for p in self.model.parameters()}
+        return {
+            "peak_bytes": peak,
+            "resting_bytes": resting,
+            "slabs": [pool.slab_count for pool in pools.values()],
+            "waits": waits,
+            "gradients": sorted(gradients),
+            "devices": sorted(devices),
+        }
+
+
+class _WatchedStreams:
+    """Notes each wait and each copy: ``("wait", stream, stream of the event)``, ``("copy", stream, "")``."""
+
+    def __init__(self, log: list[tuple[str, str, str]]) -> None:
+        self._log = log
+
+    def __enter__(self) -> None:
+        kind, log = torch.cuda.Stream, self._log
+        self._before = kind.wait_event, kind.record_event, torch.Tensor.copy_
+        recorded: dict[int, str] = {}
+        held: list[Any] = []
+        compute = torch.cuda.current_stream().cuda_stream
+        names = {compute: "compute"}
+
+        def name(stream: Any) -> str:
+            return names.setdefault(stream.cuda_stream, f"side {len(names)}")
+
+        def record(stream: Any, event: Any = None) -> Any:
+            event = self._before[1](stream, event)
+            recorded[id(event)] = name(stream)
+            held.append(event)
+            return event
+
+        def wait(stream: Any, event: Any) -> None:
+            log.append(("wait", name(stream), recorded.get(id(event), "earlier")))
+            self._before[0](stream, event)
+
+        def copy(tensor: Any, source: Any, non_blocking: bool = False) -> Any:
+            if tensor.device != source.device:
+                log.append(("copy", name(torch.cuda.current_stream()), tensor.device.type))
+            return self._before[2](tensor, source, non_blocking)
+
+        kind.wait_event, kind.record_event, torch.Tensor.copy_ = wait, record, copy
+
+    def __exit__(self, *exc: Any) -> None:
+        kind = torch.cuda.Stream
+        kind.wait_event, kind.record_event, torch.Tensor.copy_ = self._before

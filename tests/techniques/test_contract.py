@@ -23,6 +23,7 @@ from memfit.core.exactness import weakest
 from memfit.core.workload import Workload
 from memfit.techniques import (
     TECHNIQUES,
+    ActivationOffload,
     AllocatorSettings,
     ChunkedCrossEntropy,
     GradientCheckpointing,
@@ -34,6 +35,7 @@ from memfit.techniques import (
     OffloadedOptimizerState,
     OptimizerImplementation,
     OptimizerInBackward,
+    ParameterOffload,
     QLoRA,
     Technique,
     applied_techniques,
@@ -68,12 +70,14 @@ VARIANTS: dict[str, Technique] = {
     "allocator": AllocatorSettings(),
     "packed": MemoryCompression(compression_algorithm="exponent-split", min_elements=64),
     "packed to 8 bits": MemoryCompression(compression_algorithm="int8", min_elements=64),
+    "spilled": ActivationOffload(to="disk", min_elements=64),
+    "parameters on disk": ParameterOffload(to="disk"),
 }
 KINDS = ("full", "save linear", "chunked", "fused", "micro")
 LATER = ("bf16", "fp16", "bf16 weights", "8-bit state", "adafactor", "in backward", "offloaded state", "lora")
 """Kinds that are tried on fewer models, and in pairs on one."""
-SAVED = ("packed", "packed to 8 bits")
-"""Kinds that keep saved tensors in another form: on two models, and in pairs with those that save otherwise."""
+SAVED = ("packed", "packed to 8 bits", "spilled", "parameters on disk")
+"""Kinds that keep saved tensors or parameters elsewhere or otherwise: on two models, and in some pairs."""
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +189,7 @@ REFUSED = (
     ("fused", "8-bit state", "then"),
     ("fused", "adafactor", "then"),
     *(("lora", other, "then") for other in LATER if other != "lora"),
+    ("packed", "spilled"),
 )
 """Pairs that cannot be; with "then", the first cannot be applied after the second."""
 
@@ -193,7 +198,8 @@ def _later_pairs() -> list[tuple[str, str]]:
     pairs = itertools.permutations((*(k for k in KINDS if k != "save linear"), *LATER), 2)
     later = [p for p in pairs if (set(p) & set(LATER)) and VARIANTS[p[0]].name != VARIANTS[p[1]].name]
     others = ("full", "save linear", "chunked", "bf16", "in backward", "lora")
-    return later + [p for pair in itertools.product(("packed",), others) for p in (pair, pair[::-1])]
+    pairs = (*itertools.product(("packed",), others), ("spilled", "full"), ("packed", "spilled"))
+    return later + [p for pair in pairs for p in (pair, pair[::-1])] + [("parameters on disk", "spilled")]
 
 
 @pytest.mark.parametrize(("first", "second"), _later_pairs())
@@ -239,7 +245,7 @@ def test_undo_takes_the_last_one_first() -> None:
         undo(model)
 
 
-@pytest.mark.parametrize("variant", ["full", "save linear", "chunked", "packed"])
+@pytest.mark.parametrize("variant", ["full", "save linear", "chunked", "packed", "spilled"])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_a_changed_model_can_be_copied(variant: str, way: str, plain: dict[str, Trained]) -> None:
     """The copy works on its own parameters, with the technique on."""

@@ -19,6 +19,8 @@ from memfit.techniques.lora import LoRA, QLoRA
 from memfit.techniques.low_memory_optimizers import LowMemoryOptimizer
 from memfit.techniques.micro_batching import MicroBatching, micro_batches_of
 from memfit.techniques.mixed_precision import MixedPrecisionTraining, mixed_precision_of
+from memfit.techniques.offload import ActivationOffload
+from memfit.techniques.offload_parameters import ParameterOffload
 from memfit.techniques.offloaded_optimizer_state import OffloadedOptimizerState
 from memfit.techniques.optimizer_implementation import OptimizerImplementation
 from memfit.techniques.optimizer_in_backward import OptimizerInBackward
@@ -38,12 +40,15 @@ TECHNIQUES: Mapping[str, type[Technique]] = {
         LoRA,
         QLoRA,
         MemoryCompression,
+        ActivationOffload,
+        ParameterOffload,
         AllocatorSettings,
     )
 }
 
 __all__ = [
     "TECHNIQUES",
+    "ActivationOffload",
     "AllocatorSettings",
     "ChunkedCrossEntropy",
     "GradientCheckpointing",
@@ -55,6 +60,7 @@ __all__ = [
     "OffloadedOptimizerState",
     "OptimizerImplementation",
     "OptimizerInBackward",
+    "ParameterOffload",
     "QLoRA",
     "Saving",
     "Technique",

@@ -44,6 +44,11 @@ _APART: tuple[tuple[Kind, Kind, str], ...] = (
     (_IN_BACKWARD, _OFFLOADED, "both run the optimizer's step, one on the device, one on the host"),
     (_OFFLOADED, _holds_bf16_weights, "bf16 weights keep what is beside them on the device"),
     (_OFFLOADED, _named("low_memory_optimizer"), "small states stay on the device, whose kernels step them"),
+    (
+        _named("memory_compression"),
+        _named("activation_offload"),
+        "both keep what blocks save; ActivationOffload(compression_algorithm=…) compresses what it moves",
+    ),
 )
 
 

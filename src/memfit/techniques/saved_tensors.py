@@ -44,13 +44,14 @@ class Keeper(Protocol):
         """Takes over a storage's contents; ``None`` leaves them as they are."""
 
 
-class _AsItIs:
+class AsItIs:
     """A saved tensor that is left alone. PyTorch does not check these for changes: so done here."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor, tensor._version
 
     def tensor(self) -> Tensor:
+        """It, unchanged. RuntimeError as PyTorch's where it was changed."""
         if self._tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
@@ -102,10 +103,10 @@ class SavedTensors:
         self._own = {tensor.untyped_storage()._cdata for tensor in own}
         self._casts = {tuple(t.shape) for t in own} | {tuple(t.shape)[::-1] for t in own if t.dim() == 2}
 
-    def pack(self, tensor: Tensor) -> _AsItIs | _View:
+    def pack(self, tensor: Tensor) -> AsItIs | _View:
         """What autograd keeps in place of ``tensor``."""
         if not self._can_be_kept(tensor):
-            return _AsItIs(tensor)
+            return AsItIs(tensor)
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version, tensor.dtype)
         kept = self._known.get(key)
@@ -113,12 +114,12 @@ class SavedTensors:
             place, self._count = (self._name, self._count), self._count + 1
             contents = self._keeper.keep(_whole(tensor), place)
             if contents is None:
-                return _AsItIs(tensor)
+                return AsItIs(tensor)
             kept = self._known[key] = _Storage(StorageWeakRef(storage), contents)
         return _View(kept, tensor)
 
     @staticmethod
-    def unpack(saved: _AsItIs | _View) -> Tensor:
+    def unpack(saved: AsItIs | _View) -> Tensor:
         """The tensor again."""
         return saved.tensor()
 
@@ -196,7 +197,7 @@ class SavingForward:
 
     @_disable_dynamo
     def _hooked(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if _is_recomputed():
+        if is_recomputed():
             return original(*args, **kwargs)
         block = self._block()
         assert block is not None, "a forward outlived its block"
@@ -206,7 +207,7 @@ class SavingForward:
             return original(*args, **kwargs)
 
 
-def _is_recomputed() -> bool:
+def is_recomputed() -> bool:
     """Within a checkpointed region, which saves nothing and recomputes: nothing to keep."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
