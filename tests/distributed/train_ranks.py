@@ -43,6 +43,7 @@ class Config:
     full_disk: tuple[int, int] | None = None
     hang_timeout: float | None = None
     plain: bool = False
+    step_seconds: float = 0.0
 
 
 class Model(nn.Module):
@@ -87,6 +88,7 @@ def main(config: Config) -> list[str]:
             if config.full_disk and step == config.full_disk[0]:
                 ft.wait()  # the save before has room yet
             provoke(config, step, rank)
+            time.sleep(config.step_seconds)
             chosen = order.indices(step)
             loss = (model(data[chosen]) - wanted[chosen]).square().mean() * order.loss_weight
             optimizer.zero_grad()

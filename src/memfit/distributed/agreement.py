@@ -86,6 +86,7 @@ def compare_with_one_process(
     Raises:
         UsageError: a batch that cannot be divided evenly.
     """
+    groups.join()
     ranks = groups.world_size()
     if any(len(batch) % ranks for batch in batches):
         raise UsageError(f"each batch must divide evenly over {ranks} ranks, not {[len(b) for b in batches]}")

@@ -37,7 +37,7 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     words = flat.view(_WORDS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for first in range(0, words.numel(), CHUNK_WORDS):
-        piece = words[first : first + CHUNK_WORDS].to(torch.int64)
+        piece = words[first : first + CHUNK_WORDS].to(torch.int64, copy=True)  # it is mixed in place
         place = torch.arange(first + 1, first + 1 + piece.numel(), device=tensor.device).mul_(_GOLDEN)
         total += _mixed(piece.add_(place)).sum()
     return total

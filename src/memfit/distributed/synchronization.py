@@ -154,6 +154,7 @@ class MemorySynchronization:
         statistics: Mapping[str, float] | None = None,
     ) -> Synchronized:
         """Synchronize now, as `step` does when it is due."""
+        groups.join()
         averaged: list[_Shared] = []
         compared: list[_Shared] = []
         for shared, mean in self._tensors(model, optimizer):

@@ -56,7 +56,7 @@ def wrap(
         plan: of `memfit.plan`, or from a file.
         strategy: ``"ddp"`` or ``"fsdp2"``.
         optimizer: makes the optimizer from parameters: ``lambda p: torch.optim.AdamW(p, lr=1e-3)``.
-        mesh: of FSDP2: two dimensions shard along the second and replicate along the first (HSDP).
+        mesh: of FSDP2: of two named dimensions, replicate along the first, shard along the second (HSDP).
         reshard_after_forward: of FSDP2's blocks: False keeps them whole until the backward pass.
 
     Returns:
