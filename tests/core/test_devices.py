@@ -132,6 +132,11 @@ def test_custom_gpu_resembles_the_one_nearest_in_size() -> None:
     assert find_gpu("200GiB,sm90").sm_count == CATALOGUE["h200-141gb"].sm_count
 
 
+def test_custom_gpu_of_an_architecture_that_no_other_has_resembles_its_generation() -> None:
+    gpu = find_gpu("268GiB,sm103")
+    assert (gpu.compute_capability, gpu.sm_count) == ((10, 3), CATALOGUE["b200-180gb"].sm_count)
+
+
 def test_custom_gpu_with_settings() -> None:
     gpu = find_gpu("48GB, sm86, bandwidth=1TB/s, l2=48MiB, sms=84, bf16=150TFLOPS, fp32=38.5T")
     assert gpu.nvml_total_bytes == 48 * 10**9

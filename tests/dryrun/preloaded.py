@@ -10,8 +10,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +75,24 @@ class _ForkedLaunch(Launch):
         )
         for descriptor in (control, *outputs):
             os.close(descriptor)
-        self.channel.settimeout(60)
+        self.channel.settimeout(120)
         return _Forked(self.channel, int(self.channel.recv(64)))
 
 
 class Preloaded:
     """The process with torch loaded, until `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: str = "a100-80gb", modules: Sequence[str] = ()) -> None:
+        """With other ``modules`` loaded as well, which may look at what ``gpu`` can do."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = (
-            "import sys; sys.path.insert(0, sys.argv[1]); import preloaded; preloaded.serve(int(sys.argv[2]))"
+            "import sys; sys.path.insert(0, sys.argv[1]); import preloaded; "
+            "preloaded.serve(int(sys.argv[2]), sys.argv[3:])"
         )
         self._channel = ours
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, str(Path(__file__).parent), str(theirs.fileno())],
-            env=gpu_environment(find_gpu("a100-80gb")),
+            [sys.executable, "-c", code, str(Path(__file__).parent), str(theirs.fileno()), *modules],
+            env=gpu_environment(find_gpu(gpu)),
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
@@ -106,7 +108,14 @@ class Preloaded:
         return self.run(script, *arguments, folder=folder, alone=True, **settings)
 
     def run_words(
-        self, words: list[str], *, folder: Path, gpu: str = "a100-80gb", alone: bool = False, **settings: Any
+        self,
+        words: list[str],
+        *,
+        folder: Path,
+        gpu: str = "a100-80gb",
+        alone: bool = False,
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,
     ) -> Outcome:
         """Dry-run what the words after ``--`` name; scripts of `SCRIPTS` are found by their names."""
         words = [str(SCRIPTS / word) if (SCRIPTS / word).is_file() else word for word in words]
@@ -115,7 +124,9 @@ class Preloaded:
         for name in ("out", "err"):
             (output / name).unlink(missing_ok=True)
         with launch_folders() as folders:
-            launch = _ForkedLaunch(parse_command(words), find_gpu(gpu), RunSettings(**settings), folders)
+            command = parse_command(words)
+            command = replace(command, environment={**command.environment, **(environment or {})})
+            launch = _ForkedLaunch(command, find_gpu(gpu), RunSettings(**settings), folders)
             launch.channel, launch.folder, launch.output, launch.alone = self._channel, folder, output, alone
             result = launch.run()
             written = {
@@ -133,10 +144,12 @@ class Preloaded:
         self._process.wait(timeout=10)
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, modules: Sequence[str] = ()) -> None:
     """The process with torch loaded: forks for each job, and tells the exit code of each fork."""
-    import torch._dynamo  # noqa: F401  # what the first optimizer imports
+    from memfit.dryrun.preloading import Preload
 
+    # torch._dynamo is what the first optimizer imports.
+    Preload().load(["torch", "torch._dynamo", *modules])
     from memfit.dryrun import child, collect, entry, substitutes  # noqa: F401
 
     channel = socket.socket(fileno=descriptor)
@@ -159,9 +172,9 @@ def _become(job: dict[str, Any], descriptors: list[int]) -> None:
     from memfit.dryrun import child, probe
 
     os.setsid()
-    os.dup2(descriptors[0], job["control"])
     os.dup2(descriptors[1], 1)
     os.dup2(descriptors[2], 2)
+    os.dup2(descriptors[0], job["control"])  # last: its number may be that of one of the others here
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])

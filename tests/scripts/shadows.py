@@ -31,6 +31,22 @@ def masks_are_true():
     assert bool(torch.ones(64, 1, 1024, 1024, dtype=torch.bool, device=device).all())
 
 
+def masks_go_with_other_indices():
+    mask = torch.rand(4096, device=device) > 0.5  # not known: so many are answered in each use of it
+    columns = torch.randint(3, (4096,), device=device)
+    scores = torch.zeros(4096, 3, device=device)
+    scores[mask, columns[mask]] = 1.0
+    scores[mask] = 2.0
+    scores[mask, :2] += 1.0
+
+
+def what_only_a_kernel_knows_is_not_checked():
+    x = torch.randn(10000, device=device)
+    assert x.mode().values.shape == () and x.view(2, 5000).mode(1, True).indices.shape == (2, 1)
+    lengths = torch.tensor([4000, 6000], device=device)
+    assert torch.segment_reduce(x, "max", lengths=lengths).shape == (2,)
+
+
 def what_is_overwritten_is_forgotten():
     x = torch.arange(10, device=device)
     x.copy_(torch.randn(100, device=device).argsort()[:10])
@@ -78,6 +94,8 @@ def every_scaled_step_is_taken():
 
 small_integers_are_true()
 masks_are_true()
+masks_go_with_other_indices()
+what_only_a_kernel_knows_is_not_checked()
 what_is_overwritten_is_forgotten()
 checks_of_numbers_pass()
 what_is_known_decides_with_what_is_not()

@@ -23,6 +23,7 @@ SHARED_MEMORY_PER_BLOCK_BYTES: Mapping[tuple[int, int], int] = MappingProxyType(
         (8, 9): 99 << 10,
         (9, 0): 227 << 10,
         (10, 0): 227 << 10,
+        (10, 3): 227 << 10,
         (12, 0): 99 << 10,
     }
 )
@@ -164,10 +165,12 @@ def _custom_gpu(text: str) -> GPU:
 
 
 def _nearest(capability: tuple[int, int], total_bytes: int, text: str) -> GPU:
-    """The catalogue's GPU of that architecture whose memory is nearest in size."""
+    """The catalogue's GPU of that architecture (or of its generation) whose memory is nearest in size."""
     from memfit.core.catalogue import CATALOGUE
 
     same = [gpu for gpu in CATALOGUE.values() if gpu.compute_capability == capability]
+    if not same and capability in SHARED_MEMORY_PER_BLOCK_BYTES:  # a sibling of the same generation
+        same = [gpu for gpu in CATALOGUE.values() if gpu.compute_capability[0] == capability[0]]
     if not same:
         known = ", ".join(f"sm{major}{minor}" for major, minor in sorted(SHARED_MEMORY_PER_BLOCK_BYTES))
         raise UsageError(f"GPU {text!r}: memfit knows no GPU of that architecture; it knows {known}")

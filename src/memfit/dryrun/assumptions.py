@@ -225,9 +225,10 @@ def _index(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _fills_by_mask(args: tuple[Any, ...]) -> bool:
-    """``x[mask] = 1``: PyTorch fills under the mask, and needs no positions."""
+    """``x[mask] = 1``: PyTorch fills under the mask, and needs no positions, if it is the only index."""
     value = args[2] if len(args) > 2 else None
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cuda
+    alone = sum(index is not None for index in args[1]) == 1
+    return alone and isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cuda
 
 
 def _positions(values: TrueValues, mask: torch.Tensor) -> list[torch.Tensor]:
@@ -266,6 +267,29 @@ def _lift(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str
         content = last_upload(out.data_ptr(), out.numel() * out.element_size())
         if content:
             values.learn(out, torch.frombuffer(bytearray(content), dtype=out.dtype).reshape(out.shape))
+    return out
+
+
+def _mode(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`mode`: the kernel for long rows looks for what it sorted and fails; by then it has allocated all."""
+    scores = args[0]
+    if not scores.is_cuda:
+        return MISSING
+    try:
+        out = func(*args, **kwargs)
+    except RuntimeError as error:
+        if "position_iter" not in str(error):
+            raise
+        meta = func(scores.to("meta"), *args[1:], **kwargs)
+        out = tuple(torch.empty_like(part, device=scores.device) for part in meta)
+    values.follow(func, args, kwargs, out)
+    return out
+
+
+def _unchecked(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`segment_reduce`: lengths that are on the device are not there to be checked."""
+    out = func(*args, **{**kwargs, "unsafe": kwargs.get("unsafe") or args[0].is_cuda})
+    values.follow(func, args, kwargs, out)
     return out
 
 
@@ -318,6 +342,8 @@ SPECIAL: Mapping[Any, Special] = {
     **dict.fromkeys((aten._index_put_impl_.default, aten._unsafe_index_put.default), _index),
     aten.masked_select.default: _select_masked,
     aten.topk.default: _route,
+    aten.mode.default: _mode,
+    aten.segment_reduce.default: _unchecked,
     aten.lift_fresh.default: _lift,
     aten._local_scalar_dense.default: _read_scalar,
     aten.equal.default: _compare_all,

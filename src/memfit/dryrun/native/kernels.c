@@ -64,13 +64,7 @@ API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shar
 }
 
 // Called for every kernel when a library is loaded: nothing here may bring the device to life.
-API void **__cudaRegisterFatBinary(void *binary) {
-  static void *handle[4];
-  return handle;
-}
 API void __cudaRegisterFatBinaryEnd(void **handle) {}
-API void __cudaUnregisterFatBinary(void **handle) {}
-API void __cudaRegisterFunction(void) {}
 API void __cudaRegisterVar(void) {}
 API void __cudaRegisterManagedVar(void) {}
 API void __cudaRegisterHostVar(void) {}
@@ -79,8 +73,10 @@ API char __cudaInitModule(void **handle) { return 1; }
 API cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *out, const void *kernel) {
   memset(out, 0, sizeof *out);
   lock();
-  out->binaryVersion = out->ptxVersion = settings.compute_capability;
+  Compiled runs = compiled_for(kernel, settings.compute_capability);
   unlock();
+  out->binaryVersion = runs.binary;
+  out->ptxVersion = runs.ptx;
   out->maxThreadsPerBlock = 1024;
   out->numRegs = 32;
   out->maxDynamicSharedSizeBytes = 48 << 10;

@@ -52,6 +52,11 @@ typedef struct {
   unsigned long mallocs, frees, creates, releases, maps, unmaps, failed, launches;
 } Account;
 
+// What a kernel was compiled to, and the architecture that it was compiled for: 86 for 8.6.
+typedef struct {
+  int binary, ptx;
+} Compiled;
+
 // Filled in at the first call that needs them; valid after lock().
 extern Settings settings;
 extern Account accounts[MOST_DEVICES];
@@ -79,6 +84,7 @@ int device_of(uintptr_t p);      // whose memory is there; lock is held
 int mapped_device(uintptr_t p);  // the same for memory that was mapped there; -1: none; lock is held
 
 int blocks_per_sm(int threads_per_block);
+Compiled compiled_for(const void *kernel, int capability);  // on a GPU of that capability
 
 // A function of one of NVIDIA's libraries that PyTorch has loaded; NULL: it is not loaded.
 void *real_function(const char *library, const char *name);
