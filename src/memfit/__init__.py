@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from memfit.techniques import (
         ActivationOffload,
         AllocatorSettings,
+        AttentionBackend,
+        ChannelsLast,
         ChunkedCrossEntropy,
         GradientCheckpointing,
         LoRA,
@@ -67,11 +69,17 @@ if TYPE_CHECKING:
         OptimizerImplementation,
         OptimizerInBackward,
         ParameterOffload,
+        PartialQuantization,
+        Pruning,
         QLoRA,
+        VocabularyPadding,
         undo,
     )
     from memfit.techniques.adaptive import guard, training_step
     from memfit.techniques.batch_size import find_batch_size
+    from memfit.techniques.compile_warmup import warm_up
+    from memfit.techniques.pruning_sparse import to_sparse
+    from memfit.techniques.pruning_structured import prune_structured
     from memfit.techniques.prefetch import InputPrefetch
     from memfit.techniques.shared_tensors import SharedTensors
 
@@ -82,9 +90,11 @@ __all__ = [
     "ActivationOffload",
     "AlertRule",
     "AllocatorSettings",
+    "AttentionBackend",
     "BaseAllocator",
     "BottleneckDetector",
     "CannotRunHere",
+    "ChannelsLast",
     "ChunkedCrossEntropy",
     "Configuration",
     "Configured",
@@ -119,8 +129,10 @@ __all__ = [
     "OptimizerImplementation",
     "OptimizerInBackward",
     "ParameterOffload",
+    "PartialQuantization",
     "PerformanceAnalyzer",
     "Plan",
+    "Pruning",
     "QLoRA",
     "Recording",
     "Replay",
@@ -131,6 +143,7 @@ __all__ = [
     "Trace",
     "TraceBuilder",
     "UsageError",
+    "VocabularyPadding",
     "Watcher",
     "Workload",
     "WorkloadFailed",
@@ -150,10 +163,13 @@ __all__ = [
     "load_ipython_extension",
     "parse_bytes",
     "plan",
+    "prune_structured",
     "read_trace",
     "replay",
+    "to_sparse",
     "training_step",
     "undo",
+    "warm_up",
     "watch",
 ]
 
@@ -204,6 +220,8 @@ _HOME = {
     "memfit.techniques": (
         "ActivationOffload",
         "AllocatorSettings",
+        "AttentionBackend",
+        "ChannelsLast",
         "ChunkedCrossEntropy",
         "GradientCheckpointing",
         "LoRA",
@@ -215,11 +233,17 @@ _HOME = {
         "OptimizerImplementation",
         "OptimizerInBackward",
         "ParameterOffload",
+        "PartialQuantization",
+        "Pruning",
         "QLoRA",
+        "VocabularyPadding",
         "undo",
     ),
     "memfit.techniques.adaptive": ("guard", "training_step"),
     "memfit.techniques.batch_size": ("find_batch_size",),
+    "memfit.techniques.compile_warmup": ("warm_up",),
+    "memfit.techniques.pruning_sparse": ("to_sparse",),
+    "memfit.techniques.pruning_structured": ("prune_structured",),
     "memfit.techniques.prefetch": ("InputPrefetch",),
     "memfit.techniques.shared_tensors": ("SharedTensors",),
 }

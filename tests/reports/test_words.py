@@ -61,6 +61,22 @@ def test_a_technique_without_words_shows_its_settings():
     assert row == PlanRow(where="new thing", keeps='{"strength": 3}')
 
 
+@pytest.mark.parametrize(
+    ("settings", "where", "words"),
+    [
+        ({"technique": "mixed_precision", "precision": "bf16"}, "matrix products", "in bf16"),
+        ({"technique": "qlora", "rank": 4}, "every linear layer", "NF4"),
+        ({"technique": "activation_offload", "blocks": ["h.0", "h.1"], "to": "disk"}, "h.0–1", "on disk"),
+        ({"technique": "pruning", "share": 0.25}, "every linear", "25%"),
+        ({"technique": "attention_backend", "backend": "math"}, "attention", "scores of all pairs"),
+        ({"technique": "low_memory_optimizer", "kind": "adafactor"}, "the optimizer", "Adafactor"),
+    ],
+)
+def test_what_a_technique_does_is_said_from_its_settings(settings, where, words):
+    row = plan_rows([settings])[0]
+    assert where in row.where and words in row.keeps
+
+
 def test_every_technique_has_words():
     techniques = pytest.importorskip("memfit.techniques")
     from memfit.reports.words import _DESCRIBE

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Device = Literal["dryrun", "cpu", "cuda"]
 DEVICES: tuple[Device, ...] = ("dryrun", "cpu", "cuda")
 STEPS, SEEDS = 20, 3
-MOST_FLOPS = 12e12
+MOST_FLOPS = 2e13
 """Real steps of a whole ladder may take as much: about ten minutes on one core."""
 BYTES_A_PARAMETER = 16
 """Weights, gradients and Adam's two moments in fp32."""

@@ -22,15 +22,12 @@ _NO_TERM: Mapping[str, str] = {
     "optimizer_in_backward": "many small steps between the kernels of the backward pass are not in the model",
     "channels_last": "the time model knows shapes and types, not layouts",
     "vocabulary_padding": "the time model knows sizes, not which of them suit tensor cores",
-    "compile_warmup": "fused kernels and what compiling costs are not in the time model",
-    "compiled": "fused kernels and what compiling costs are not in the time model",
+    "compile": "fused kernels and what compiling costs are not in the time model",
 }
-"""Beginnings of techniques' names, and why their time is not predicted."""
+"""Words of techniques' names, and why their time is not predicted."""
 
 
 def no_time_term(settings: Settings) -> str | None:
     """Why the time of a step with this technique is not predicted; None where it is."""
     name = str(settings.get("technique"))
-    if name == "pruning" and settings.get("pattern") in ("2:4", "csr"):
-        return "sparse kernels are not in the time model"
-    return next((reason for start, reason in _NO_TERM.items() if name.startswith(start)), None)
+    return next((reason for word, reason in _NO_TERM.items() if word in name), None)

@@ -171,6 +171,115 @@ def _allocator(settings: Settings) -> list[PlanRow]:
     return [PlanRow(where="PyTorch's allocator", keeps=keeps)]
 
 
+def _where(settings: Settings, key: str = "blocks", whole: str = "every block") -> str:
+    """The blocks or layers that the settings name; ``whole`` where they name none."""
+    names = settings.get(key)
+    return block_ranges(names) if names else whole
+
+
+def _mixed_precision(settings: Settings) -> list[PlanRow]:
+    precision = settings.get("precision", "auto")
+    low = "16 bits (bf16 where the device has it)" if precision == "auto" else precision
+    rows = [PlanRow(where="matrix products and convolutions", keeps=f"activations in {low}")]
+    if settings.get("keep_fp32"):
+        rows.append(PlanRow(where=", ".join(settings["keep_fp32"]), keeps="fp32, by name"))
+    if settings.get("weights") == "bf16":
+        how = settings.get("rounding", "split")
+        rows.append(PlanRow(where="the weights", keeps=f"bf16 only; small updates survive by {how}"))
+    return rows
+
+
+_STATES = {
+    "adamw8bit": "both moments in 8 bits with a scale for each group",
+    "adamw4bit": "both moments in 4 bits with a scale for each group",
+    "paged": "both moments in 8 bits, in memory that moves to the host when the GPU is full",
+    "lion8bit": "Lion in place of it: one moment, in 8 bits",
+    "adafactor": "Adafactor in place of it: rows and columns of the second moment only",
+}
+
+
+def _low_memory_optimizer(settings: Settings) -> list[PlanRow]:
+    kind = str(settings.get("kind", "adamw8bit"))
+    return [PlanRow(where="the optimizer", keeps=_STATES.get(kind, kind))]
+
+
+def _optimizer_in_backward(settings: Settings) -> list[PlanRow]:
+    return [
+        PlanRow(where="the gradients", keeps="each only until its parameter is stepped, in the backward pass")
+    ]
+
+
+def _offloaded_state(settings: Settings) -> list[PlanRow]:
+    return [PlanRow(where="the optimizer", keeps="its state in host memory, where it steps")]
+
+
+def _lora(settings: Settings) -> list[PlanRow]:
+    rank = settings.get("rank", 8)
+    frozen = "frozen, in 4 bits (NF4)" if settings["technique"] == "qlora" else "frozen"
+    rows = [
+        PlanRow(
+            where=_where(settings, "targets", "every linear layer but the output layer"),
+            keeps=f"its weight, {frozen}; adapters of rank {rank} train",
+        )
+    ]
+    if settings.get("train"):
+        rows.append(PlanRow(where=", ".join(settings["train"]), keeps="training, as before"))
+    return rows
+
+
+def _compression(settings: Settings) -> list[PlanRow]:
+    algorithm = str(settings.get("compression_algorithm", "auto"))
+    how = "a codec chosen by measuring" if algorithm == "auto" else algorithm
+    return [PlanRow(where=_where(settings), keeps=f"what it saves, packed by {how}", recomputes="unpacking")]
+
+
+_PLACES = {"host": "in host memory", "disk": "on disk"}
+
+
+def _activation_offload(settings: Settings) -> list[PlanRow]:
+    place = _PLACES.get(str(settings.get("to", "host")), "elsewhere")
+    return [PlanRow(where=_where(settings), keeps=f"what it saves, {place} until its backward pass")]
+
+
+def _parameter_offload(settings: Settings) -> list[PlanRow]:
+    place = _PLACES.get(str(settings.get("to", "host")), "elsewhere")
+    return [PlanRow(where=_where(settings), keeps=f"its parameters, {place} until it runs")]
+
+
+def _attention(settings: Settings) -> list[PlanRow]:
+    backend = settings.get("backend", "flash")
+    scores = "the scores of all pairs of tokens" if backend == "math" else "no scores"
+    heads = settings.get("pad_heads_to")
+    padded = f"; heads padded to a multiple of {heads}" if heads else ""
+    return [PlanRow(where="attention", keeps=f"{scores}: the {backend} kernel{padded}")]
+
+
+def _channels_last(settings: Settings) -> list[PlanRow]:
+    return [PlanRow(where="convolutions", keeps="weights with their channels last in memory")]
+
+
+def _vocabulary(settings: Settings) -> list[PlanRow]:
+    multiple = settings.get("multiple", 64)
+    keeps = f"rows of zeros up to a multiple of {multiple}, whose logits are cut off"
+    return [PlanRow(where="the output layer", keeps=keeps)]
+
+
+def _pruning(settings: Settings) -> list[PlanRow]:
+    where = _where(settings, "layers", "every linear and convolution layer but the last")
+    share = (
+        "two of each four weights"
+        if settings.get("pattern") == "2:4"
+        else f"{settings.get('share', 0.5):.0%} of its weights"
+    )
+    return [PlanRow(where=where, keeps=f"zeros in place of {share}, the smallest")]
+
+
+def _quantization(settings: Settings) -> list[PlanRow]:
+    bits = "4 bits (NF4)" if settings.get("kind") == "nf4" else "8 bits"
+    where = _where(settings, "layers", "every linear layer but the output layer")
+    return [PlanRow(where=where, keeps=f"its weight in {bits}, frozen")]
+
+
 def _unknown(settings: Settings) -> list[PlanRow]:
     rest = {key: value for key, value in settings.items() if key != "technique"}
     return [
@@ -184,4 +293,18 @@ _DESCRIBE: Mapping[str, Callable[[Settings], list[PlanRow]]] = {
     "micro_batching": _micro_batching,
     "optimizer_implementation": _optimizer,
     "allocator_settings": _allocator,
+    "mixed_precision": _mixed_precision,
+    "low_memory_optimizer": _low_memory_optimizer,
+    "optimizer_in_backward": _optimizer_in_backward,
+    "offloaded_optimizer_state": _offloaded_state,
+    "lora": _lora,
+    "qlora": _lora,
+    "memory_compression": _compression,
+    "activation_offload": _activation_offload,
+    "parameter_offload": _parameter_offload,
+    "attention_backend": _attention,
+    "channels_last": _channels_last,
+    "vocabulary_padding": _vocabulary,
+    "pruning": _pruning,
+    "partial_quantization": _quantization,
 }

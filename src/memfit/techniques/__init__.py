@@ -11,7 +11,9 @@ from typing import Any
 
 from memfit.core.errors import UsageError
 from memfit.techniques.allocator_settings import AllocatorSettings
+from memfit.techniques.attention_backend import AttentionBackend
 from memfit.techniques.base import Technique, applied_techniques, undo, undo_all
+from memfit.techniques.channels_last import ChannelsLast
 from memfit.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from memfit.techniques.compression import MemoryCompression
 from memfit.techniques.gradient_checkpointing import GradientCheckpointing
@@ -24,7 +26,10 @@ from memfit.techniques.offload_parameters import ParameterOffload
 from memfit.techniques.offloaded_optimizer_state import OffloadedOptimizerState
 from memfit.techniques.optimizer_implementation import OptimizerImplementation
 from memfit.techniques.optimizer_in_backward import OptimizerInBackward
+from memfit.techniques.partial_quantization import PartialQuantization
+from memfit.techniques.pruning import Pruning
 from memfit.techniques.saving import Saving
+from memfit.techniques.vocabulary_padding import VocabularyPadding
 
 TECHNIQUES: Mapping[str, type[Technique]] = {
     technique.name: technique
@@ -43,6 +48,11 @@ TECHNIQUES: Mapping[str, type[Technique]] = {
         ActivationOffload,
         ParameterOffload,
         AllocatorSettings,
+        AttentionBackend,
+        ChannelsLast,
+        VocabularyPadding,
+        Pruning,
+        PartialQuantization,
     )
 }
 
@@ -50,6 +60,8 @@ __all__ = [
     "TECHNIQUES",
     "ActivationOffload",
     "AllocatorSettings",
+    "AttentionBackend",
+    "ChannelsLast",
     "ChunkedCrossEntropy",
     "GradientCheckpointing",
     "LoRA",
@@ -61,9 +73,12 @@ __all__ = [
     "OptimizerImplementation",
     "OptimizerInBackward",
     "ParameterOffload",
+    "PartialQuantization",
+    "Pruning",
     "QLoRA",
     "Saving",
     "Technique",
+    "VocabularyPadding",
     "applied_techniques",
     "micro_batches_of",
     "mixed_precision_of",
