@@ -17,6 +17,7 @@ from memfit.pools.memory import NoSystemMemory
 from memfit.pools.plans import PlannedPolicy, Recorder
 from memfit.pools.poison import Poison
 from memfit.pools.policies import Policy
+from memfit.pools.reuse import FreedBlocks
 from memfit.pools.segments import Segments
 from memfit.pools.sites import Site
 from memfit.pools.statistics import Counts, PoolStatistics
@@ -59,8 +60,10 @@ class Arena:
         self.chunks = _space(policy, device, self._on_new_chunk, alignment_bytes, max_bytes)
         self._ended = ended
         self._in_flight = InFlight()
+        self._freed = FreedBlocks(on=FreedBlocks.serve(policy))
         self._poison = poison
         self._next_key = 0
+        self._plans = 0  # that are served; a plan comes before blocks that were freed
         self.recorder: Recorder | None = None
 
     # Blocks.
@@ -71,43 +74,40 @@ class Arena:
         Raises:
             OutOfPoolMemory: not even after all that could be done for room.
         """
-        self.settle()
-        asked = self.whole_units(max(requested_bytes, 1))
-        placed = self.chunks.place(asked) or self._make_room(asked)
-        if placed is None:
-            self.counts.failures += 1
-            raise self.out_of_memory(requested_bytes)
-        chunk, block = placed
+        self.take_back_ended()
+        alignment = self.alignment_bytes
+        asked = -(-requested_bytes // alignment) * alignment or alignment
+        freed = self._freed.take(asked)
+        chunk, block = (freed.chunk, freed.block) if freed else self._placed(asked, requested_bytes)
         if self._poison is not None:
             self._poison.check(chunk.memory, block.offset_bytes, block.size_bytes)
-        holding = Holding(
-            key=self._next_key,
-            chunk=chunk,
-            block=block,
-            requested_bytes=requested_bytes,
-            asked_bytes=asked,
-            site=site,
-        )
-        self._next_key += 1
-        self.live[holding.key] = holding
+        key = self._next_key
+        self._next_key = key + 1
+        holding = self.live[key] = Holding(key, chunk, block, requested_bytes, asked, site)
         self.counts.took(requested_bytes, holding.size_bytes)
         if self.recorder is not None:
-            self.recorder.took(holding.key, asked)
+            self.recorder.took(key, asked)
         lease = Lease(holding)
         self._ended.watch(holding, lease)
         return lease
 
-    def settle(self) -> None:
+    def take_back_ended(self) -> None:
         """Take back the blocks whose lease has died, but for those that other streams still use."""
-        if not self._ended and not self._in_flight:
-            return
-        while (holding := self._ended.take()) is not None:
+        noted = self._ended.noted
+        while noted:
+            holding = noted.popleft()
             if holding.streams:
                 self._in_flight.add(holding, holding.streams)
             else:
                 self._give_back(holding)
-        for holding in self._in_flight.take_done():
-            self._give_back(holding)
+        if self._in_flight:
+            for holding in self._in_flight.take_done():
+                self._give_back(holding)
+
+    def settle(self) -> None:
+        """The same, and the policy has all back that is free: what is left is what is out."""
+        self.take_back_ended()
+        self._freed.give_back()
 
     def whole_units(self, size_bytes: int) -> int:
         """A size rounded up to whole units of alignment."""
@@ -137,9 +137,16 @@ class Arena:
         if room is not None and room < size_bytes:
             raise self.out_of_memory(size_bytes)
         try:
-            return self.chunks.add_planned(policy, size_bytes)
+            chunk = self.chunks.add_planned(policy, size_bytes)
         except NoSystemMemory as error:
             raise self.out_of_memory(size_bytes) from error
+        self._plans += 1
+        return chunk
+
+    def end_plan(self, chunk: Chunk) -> None:
+        """A chunk that `serve` took is as any other from now on."""
+        self._plans -= chunk.kept
+        chunk.kept = False
 
     def defragment(self) -> Defragmentation:
         """Move blocks together that no tensor looks into."""
@@ -162,6 +169,7 @@ class Arena:
     def close(self) -> None:
         """Forget everything; memory that tensors look into lives as long as they do."""
         self.live.clear()
+        self._freed.forget()
         self.chunks.clear()
         self.counts.requested_bytes = self.counts.allocated_bytes = 0
 
@@ -222,12 +230,25 @@ class Arena:
             return  # the pool was closed meanwhile
         if self._poison is not None:
             self._poison.freed(holding)
-        holding.chunk.give_back(holding.block)
+        if self._plans or not self._freed.keep(holding):
+            holding.chunk.give_back(holding.block)
         self.counts.gave_back(holding.requested_bytes, holding.size_bytes)
         if self.recorder is not None:
             self.recorder.gave_back(holding.key)
         if holding.freed_at is None:
             self.counts.automatic_frees += 1
+
+    def _placed(self, asked_bytes: int, requested_bytes: int) -> tuple[Chunk, Block]:
+        """A block by the policy.
+
+        Raises:
+            OutOfPoolMemory: not even after all that could be done for room.
+        """
+        placed = self.chunks.place(asked_bytes) or self._make_room(asked_bytes)
+        if placed is None:
+            self.counts.failures += 1
+            raise self.out_of_memory(requested_bytes)
+        return placed
 
     def _on_new_chunk(self, chunk: Chunk) -> None:
         if self._poison is not None:
@@ -235,6 +256,10 @@ class Arena:
 
     def _make_room(self, size_bytes: int) -> tuple[Chunk, Block] | None:
         """What can be done for a block that no chunk has room for, the cheap things first."""
+        if self._freed.give_back():
+            placed = self.chunks.place(size_bytes)
+            if placed is not None:
+                return placed
         for ways in (self._grow_for, self._exchange_for, self._collect_for, self._compact_for):
             placed = ways(size_bytes)
             if placed is not None:

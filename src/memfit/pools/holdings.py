@@ -37,14 +37,7 @@ class Holding:
     )
 
     def __init__(
-        self,
-        *,
-        key: int,
-        chunk: Chunk,
-        block: Block,
-        requested_bytes: int,
-        asked_bytes: int,
-        site: Site,
+        self, key: int, chunk: Chunk, block: Block, requested_bytes: int, asked_bytes: int, site: Site
     ) -> None:
         self.key = key
         self.requested_bytes = requested_bytes
@@ -53,7 +46,10 @@ class Holding:
         self.freed_at: Site | None = None
         self.streams: list[Any] | None = None
         self.lease: weakref.ref[Lease] | None = None
-        self.move_to(chunk, block)
+        self.chunk = chunk
+        self.block = block
+        self.offset_bytes = block.offset_bytes
+        self.size_bytes = block.size_bytes
 
     def move_to(self, chunk: Chunk, block: Block) -> None:
         """The block is another one from now on."""
@@ -87,7 +83,7 @@ class Ended:
     """
 
     def __init__(self, settle: Callable[[], None]) -> None:
-        self._noted: deque[Holding] = deque()
+        self.noted: deque[Holding] = deque()
         self._settle = weakref.WeakMethod(settle)
 
     def watch(self, holding: Holding, lease: Lease) -> None:
@@ -98,19 +94,9 @@ class Ended:
 
     def _on_end(self, end: weakref.ref[Lease]) -> None:
         assert isinstance(end, LeaseEnd)
-        self._noted.append(end.holding)
+        self.noted.append(end.holding)
         if (settle := self._settle()) is not None:
             settle()
-
-    def take(self) -> Holding | None:
-        """One that was noted, oldest first; None when there is none."""
-        try:
-            return self._noted.popleft()
-        except IndexError:
-            return None
-
-    def __bool__(self) -> bool:
-        return bool(self._noted)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -265,7 +265,7 @@ class MemoryPool:
         policy = PlannedPolicy(found, alignment_bytes=arena.alignment_bytes)
         with self._open:
             arena.settle()
-            return ServedPlan(self, policy, arena.serve(policy))
+            return ServedPlan(self, policy, arena)
 
     def locked(self) -> threading.Lock:
         """The pool at rest, for the duration of a ``with`` block; for its parts."""
@@ -299,7 +299,7 @@ class MemoryPool:
         """A lease has died: take its block back, unless the pool is at work, which will do so itself."""
         if self._lock.acquire(blocking=False):
             try:
-                self._arena.settle()
+                self._arena.take_back_ended()
             finally:
                 self._lock.release()
 

@@ -9,7 +9,7 @@ from memfit.allocators.packing import DEFAULT_EFFORT, pack
 from memfit.pools.plans import PlannedPolicy, RecordedBlock, Recorder, StepPlan
 
 if TYPE_CHECKING:
-    from memfit.pools.chunks import Chunk
+    from memfit.pools.arena import Arena
     from memfit.pools.pool import MemoryPool
 
 
@@ -52,11 +52,12 @@ class ServedPlan:
         plan: what is served.
     """
 
-    def __init__(self, pool: MemoryPool, policy: PlannedPolicy, chunk: Chunk) -> None:
+    def __init__(self, pool: MemoryPool, policy: PlannedPolicy, arena: Arena) -> None:
         self.plan = policy.plan
         self._pool = pool
         self._policy = policy
-        self._chunk = chunk
+        self._arena = arena
+        self._chunk = arena.serve(policy)
 
     @property
     def served(self) -> int:
@@ -77,7 +78,7 @@ class ServedPlan:
         """Serve no more; the memory is as any chunk's that is given back when it is empty."""
         with self._pool.locked():
             self._policy.retire()
-            self._chunk.kept = False
+            self._arena.end_plan(self._chunk)
 
     def __enter__(self) -> ServedPlan:
         return self
