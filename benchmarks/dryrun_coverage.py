@@ -4,24 +4,25 @@
 
 Every case (`coverage/`, and the operations of the tests) is a script of its own under the whole dry run: the
 made-up GPU, the probe, the write guard, the result. Most run in a fork of a process that has its libraries
-loaded; some as a command. Green is exit code 0 with a result; where a library itself has to refuse a GPU, that
-refusal is green. Anything else is a failure, and the exit code is 1.
+loaded; some as a command. Green is exit code 0 with a result; where a library itself has to refuse a GPU, its
+refusal is. Anything else is a failure, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "coverage"), str(HERE.parent / "tests" / "dryrun")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "dryrun"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "coverage"))
 
 from case import EVERY, ONE, REFERENCE
 from coverage_cases import CASES as OPERATIONS
@@ -38,6 +39,7 @@ from memfit.dryrun.launcher import RunSettings
 from memfit.dryrun.result import DryRunResult
 from memfit.dryrun.script import ScriptRun
 
+HERE = Path(__file__).resolve().parent
 GPUS = {
     "75": "t4-16gb",
     "80": "a100-80gb",
@@ -48,18 +50,11 @@ GPUS = {
     "103": "268GiB,sm103",
     "120": "rtx5090-32gb",
 }
-LIBRARIES = (
-    "transformers",
-    "transformers.models.llama.modeling_llama",
-    "torchvision",
-    "peft",
-    "accelerate",
-    "bitsandbytes",
-    "lightning",
-)
+LIBRARIES = ("transformers", "transformers.models.llama.modeling_llama")
+MORE_LIBRARIES = ("torchvision", "peft", "accelerate", "bitsandbytes", "lightning")
 # Here the probe knows the values, so these two would not see what they look for.
 ZEROS = {"nonzero", "values are zeros"}
-SINCE = {"fp8 product": "89"}
+SINCE = {"fp8 product": "89", "attention flash": "80", "attention cuDNN": "80"}
 TIMEOUT_SECONDS = 240.0
 
 
@@ -112,15 +107,13 @@ def _in_one_script() -> str:
 _COMPILING = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def run_all(wanted: Sequence[Job], most_at_once: int) -> list[Row]:
+def run_all(wanted: Sequence[Job], most_at_once: int, kept: Path | None) -> list[Row]:
     """Runs the jobs by capability, so that the libraries are loaded once for each; shows what is done."""
     groups = [[job for job in wanted if job.capability == one] for one in EVERY]
     chunks = [part for group in groups for part in _parts(group)]
-    progress = _Progress(len(wanted))
+    progress = _Progress(len(wanted), kept)
     with ThreadPoolExecutor(most_at_once) as pool:
-        parts = pool.map(
-            lambda chunk: _run_chunk(chunk, progress), sorted(chunks, key=len, reverse=True)
-        )
+        parts = pool.map(lambda chunk: _run_chunk(chunk, progress), sorted(chunks, key=len, reverse=True))
         return [row for part in parts for row in part]
 
 
@@ -129,9 +122,17 @@ def _parts(group: list[Job]) -> list[list[Job]]:
     return [group[:half], group[half:]] if len(group) > 100 else [group] if group else []
 
 
+def read_rows(path: Path | None) -> list[Row]:
+    """The rows that an earlier run kept there."""
+    if path is None or not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Row(**{**line, "not_modelled": tuple(line["not_modelled"])}) for line in lines]
+
+
 class _Progress:
-    def __init__(self, total: int) -> None:
-        self._total, self._done, self._lock = total, 0, threading.Lock()
+    def __init__(self, total: int, kept: Path | None) -> None:
+        self._total, self._done, self._lock, self._kept = total, 0, threading.Lock(), kept
 
     def show(self, row: Row) -> None:
         with self._lock:
@@ -140,11 +141,15 @@ class _Progress:
             detail = "" if row.outcome == "ok" else f"  {row.line}"
             text = f"[{self._done:3}/{self._total}] {mark} sm_{row.capability:4} {row.name}"
             print(f"{text} ({row.seconds:.1f} s){detail}", flush=True)
+            if self._kept:
+                with self._kept.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
 
 
 def _run_chunk(chunk: list[Job], progress: _Progress) -> list[Row]:
     gpu = GPUS[chunk[0].capability]
-    modules = [f"?{name}" for name in LIBRARIES] if any(job.name in CASES for job in chunk) else []
+    names = LIBRARIES + (MORE_LIBRARIES if chunk[0].capability == REFERENCE else ())
+    modules = [f"?{name}" for name in names] if any(job.name in CASES for job in chunk) else []
     process = Preloaded(gpu, modules)
     rows = []
     try:
@@ -213,23 +218,26 @@ def main() -> int:
     parser.add_argument("--capability", nargs="+", choices=EVERY, default=EVERY)
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--table", type=Path, help="write the table to this page")
+    parser.add_argument("--rows", type=Path, help="keep what came out here, and do not run it again")
     options = parser.parse_args()
+    before = read_rows(options.rows)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="coverage-") as folder:
         chosen = [
             job
             for job in jobs(Path(folder))
             if job.capability in options.capability
+            and not any((job.name, job.capability) == (row.name, row.capability) for row in before)
             and (not options.only or any(text.lower() in job.name.lower() for text in options.only))
         ]
-        rows = run_all(chosen, options.jobs)
+        rows = before + run_all(chosen, options.jobs, options.rows)
     failed = [row for row in rows if row.outcome == "failed"]
     names = {row.name for row in rows}
     print(f"{len(rows)} runs of {len(names)} cases, {len(failed)} failed, {time.monotonic() - begun:.0f} s")
     for row in failed:
         print(f"  sm_{row.capability} {row.name}: {row.line}")
     if options.table:
-        write_table(options.table, rows, seconds=time.monotonic() - begun, reference=REFERENCE)
+        write_table(options.table, rows, seconds=sum(row.seconds for row in rows), reference=REFERENCE)
     return int(bool(failed))
 
 

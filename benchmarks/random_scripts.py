@@ -45,8 +45,14 @@ MODELS: Mapping[str, tuple[str, str]] = {
         "nn.Sequential(nn.Embedding(500, {w}), nn.LayerNorm({w}), nn.Linear({w}, 10))",
         "torch.randint(500, (batch, 24))",
     ),
-    "bags": ("nn.Sequential(nn.EmbeddingBag(500, {w}), nn.Linear({w}, 10))", "torch.randint(500, (batch, 9))"),
-    "recurrent": ("Last(nn.GRU({w}, {w}, batch_first=True), nn.Linear({w}, 10))", "torch.randn(batch, 12, {w})"),
+    "bags": (
+        "nn.Sequential(nn.EmbeddingBag(500, {w}), nn.Linear({w}, 10))",
+        "torch.randint(500, (batch, 9))",
+    ),
+    "recurrent": (
+        "Last(nn.GRU({w}, {w}, batch_first=True), nn.Linear({w}, 10))",
+        "torch.randn(batch, 12, {w})",
+    ),
 }
 OPTIMIZERS = (
     "SGD(params, lr=0.1, momentum=0.9)",
@@ -216,7 +222,7 @@ ENDS: tuple[tuple[str, int], ...] = (
     ("class Own(BaseException): pass\nraise Own('mine')", 1),
 )
 
-FRAME = '''
+FRAME = """
 import atexit, contextlib, math, multiprocessing, os, signal, subprocess, sys, threading, time
 import torch
 from torch import nn
@@ -255,7 +261,7 @@ def update(batch, only_gradients=False):
 {loop}
 print("PEAK", torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), flush=True)
 {end}
-'''
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,9 +323,8 @@ def trouble_of(seed: int, run: Callable[..., Any], folder: Path) -> list[str]:
     result = outcome.result
     found = []
     if result.exit_code != script.exit_code or result.ended in ("timeout", "interrupted"):
-        found.append(
-            f"exit code {result.exit_code} ({result.ended}) instead of {script.exit_code}: {outcome.stderr[-600:]}"
-        )
+        got = f"exit code {result.exit_code} ({result.ended})"
+        found.append(f"{got} instead of {script.exit_code}: {outcome.stderr[-600:]}")
     told = re.search(r"PEAK (\d+) (\d+)", outcome.stdout)
     if told is None:
         found.append(f"the script did not come to its end: {outcome.stderr[-600:]}")
@@ -341,7 +346,8 @@ def _processes_with(mark: str) -> list[str]:
     return [
         " ".join(process.info["cmdline"] or [])
         for process in psutil.process_iter(["environ", "cmdline", "status"])
-        if (process.info["environ"] or {}).get(MARK) == mark and process.info["status"] != psutil.STATUS_ZOMBIE
+        if (process.info["environ"] or {}).get(MARK) == mark
+        and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
 
 

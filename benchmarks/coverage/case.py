@@ -9,8 +9,6 @@ EVERY = ("75", "80", "86", "89", "90", "100", "103", "120")
 """The compute capabilities of the catalogue, and one that no GPU of it has yet."""
 REFERENCE = "90"
 """Whose figures the table shows."""
-TWO = ("75", REFERENCE)
-"""Without and with bf16 in hardware."""
 FEW = ("75", REFERENCE, "120")
 ONE = (REFERENCE,)
 

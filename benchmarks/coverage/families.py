@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from case import EVERY, TWO, Case
+from case import EVERY, ONE, Case
 from training import tokens, train
 
 _LLAMA = {
@@ -196,7 +196,7 @@ _DIFFER = frozenset({"gpt2", "llama", "mixtral", "bert"})  # what differs by cap
 
 CASES: Mapping[str, Case] = {
     **{
-        f"transformers {kind}": Case(run=partial(run, kind), on=EVERY if kind in _DIFFER else TWO)
+        f"transformers {kind}": Case(run=partial(run, kind), on=EVERY if kind in _DIFFER else ONE)
         for run, kinds in (
             (causal, CAUSAL),
             (masked, MASKED),
@@ -206,6 +206,6 @@ CASES: Mapping[str, Case] = {
         )
         for kind in kinds
     },
-    "transformers whisper": Case(run=whisper, on=TWO),
-    "transformers clip": Case(run=clip, on=TWO),
+    "transformers whisper": Case(run=whisper, on=ONE),
+    "transformers clip": Case(run=clip, on=ONE),
 }

@@ -60,9 +60,9 @@ def write_table(page: Path, rows: Sequence[Row], *, seconds: float, reference: s
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
     lines = [
         "",
-        f"{len(cases)} cases, {len(rows)} runs: {len(rows) - len(failed) - len(refused)} ran, {len(refused)} were "
-        f"refused by the library itself, as on such a GPU, and {len(failed)} failed. "
-        f"{datetime.date.today()}; {versions}; {seconds:.0f} s on 2 cores.",
+        f"{len(cases)} cases, {len(rows)} runs: {len(rows) - len(failed) - len(refused)} ran, {len(refused)} "
+        f"were refused by the library itself, as on such a GPU, and {len(failed)} failed. "
+        f"{datetime.date.today()}; {versions}; {seconds:.0f} s, added up over the runs.",
         "",
         "| case | ran on sm_ | reserved peak | places of unknown values | not modelled | confidence |",
         "|---|---|---|---|---|---|",
@@ -82,9 +82,14 @@ def _line(name: str, rows: list[Row], reference: str) -> str:
     where = ", ".join(ran)
     where += "".join(f"; {row.capability}: refused" for row in rows if row.outcome == "refused")
     where += "".join(f"; {row.capability}: **{row.line}**" for row in rows if row.outcome == "failed")
-    notes = "; ".join(dict.fromkeys(_short(note) for note in shown.not_modelled))
+    notes = short_notes(shown.not_modelled)
     peak = format_bytes(shown.peak_bytes)
     return f"| {name} | {where} | {peak} | {shown.value_reads or ''} | {notes} | {shown.confidence} |"
+
+
+def short_notes(notes: Sequence[str]) -> str:
+    """What was not modelled, in a cell."""
+    return "; ".join(dict.fromkeys(_short(note) for note in notes))
 
 
 def _short(note: str) -> str:
