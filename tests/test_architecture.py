@@ -31,6 +31,7 @@ FLOORS: dict[str, int] = {
     "testing": 8,
     "cli": 9,
     "configuring": 9,
+    "notebook": 9,
     "pytest_plugin": 9,
     "__init__": 10,
     "__main__": 10,
@@ -50,7 +51,7 @@ TORCH_FREE_PARTS = (
 )
 """Parts of which no module imports torch, not even inside a function."""
 
-TORCH_FREE_AT_IMPORT = ("dryrun", "planning", "analysis", "monitor", "pytest_plugin")
+TORCH_FREE_AT_IMPORT = ("dryrun", "planning", "analysis", "monitor", "notebook", "pytest_plugin")
 """Parts whose modules import torch inside functions only, but for `CHILD_MODULES`."""
 
 CHILD_MODULES = {
@@ -74,6 +75,9 @@ CHILD_MODULES = {
     "memfit.dryrun.steps",
     "memfit.dryrun.substitutes",
     "memfit.planning.evaluate",
+    "memfit.planning.evaluate_generation",
+    "memfit.planning.evaluate_sizes",
+    "memfit.planning.generation_caches",
     "memfit.planning.verify",
 }
 """Modules that only a process with torch loaded imports: the dry run's child, a worker's fork."""

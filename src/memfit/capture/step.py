@@ -126,10 +126,8 @@ def build_step(
                 f"model() of workload {workload.name!r} must return a torch.nn.Module, "
                 f"not {type(model).__name__}"
             )
-        torch.manual_seed(seed + 1)
-        batch = _sized(workload.batch, size)()
+    batch = build_batch(workload, device=device, size=size, seed=seed)
     model = model.to(device).train()
-    batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
     step = TrainingStep(
         workload=workload,
         device=device,
@@ -141,6 +139,15 @@ def build_step(
     )
     torch.manual_seed(seed + 2)
     return step
+
+
+def build_batch(workload: Workload, *, device: str | torch.device, size: Size = "full", seed: int = 0) -> Any:
+    """The batch of ``workload`` on ``device``, with the seed that `build_step` gives it."""
+    device = torch.device(device)
+    with device:
+        torch.manual_seed(seed + 1)
+        batch = _sized(workload.batch, size)()
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def takes_size(workload: Workload) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import os
@@ -73,7 +74,35 @@ def workload_reference(workload: Workload) -> dict[str, Any]:
 
 
 def from_reference(reference: Mapping[str, Any]) -> Workload:
-    """The workload behind a reference of `workload_reference`, which must come from a process of our own."""
+    """The workload behind a reference of `workload_reference`, which must come from a process of our own.
+
+    With ``samples`` in it, the batch is repeated or cut to that many samples.
+    """
+    workload = _followed(reference)
+    samples = reference.get("samples")
+    return workload if samples is None else _with_samples(workload, int(samples))
+
+
+def _with_samples(workload: Workload, samples: int) -> Workload:
+    """The workload with a batch of ``samples``: its own samples over and over, or the first of them."""
+
+    @functools.wraps(workload.batch)
+    def batch(*args: Any, **settings: Any) -> Any:
+        import torch
+        from torch.utils._pytree import tree_map
+
+        def resized(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] == 0:
+                return leaf
+            times = -(-samples // leaf.shape[0])
+            return leaf.repeat(times, *[1] * (leaf.dim() - 1))[:samples].clone()
+
+        return tree_map(resized, workload.batch(*args, **settings))
+
+    return dataclasses.replace(workload, batch=batch)
+
+
+def _followed(reference: Mapping[str, Any]) -> Workload:
     if "spec" in reference:
         spec = str(reference["spec"])
         if spec.startswith(("hf:", "tv:")):

@@ -27,6 +27,13 @@ class Allow(StrEnum):
     approximate = "approximate"
 
 
+class Dimension(StrEnum):
+    """What of a workload can be made as large as fits."""
+
+    batch = "batch"
+    seq = "seq"
+
+
 class EngineChoice(StrEnum):
     """What measures the memory of a step."""
 
@@ -46,7 +53,12 @@ def fit(
     ],
     gpu: Annotated[
         str,
-        typer.Option("--gpu", metavar="GPU", help="A name from `memfit gpus`, or a description: 24GiB,sm89."),
+        typer.Option(
+            "--gpu",
+            metavar="GPU",
+            help="A name from `memfit gpus`, or a description: 24GiB,sm89; any: the cheapest one that fits "
+            "(least memory, then least FLOP/s).",
+        ),
     ],
     budget: Annotated[
         str | None,
@@ -92,6 +104,22 @@ def fit(
             "--sweep", help="Draw the whole front instead: the best plan for budgets from the least to plain."
         ),
     ] = False,
+    maximize: Annotated[
+        Dimension | None,
+        typer.Option(
+            metavar="WHAT", help="Find the largest batch, or the longest seq(uence), that fits: batch, seq."
+        ),
+    ] = None,
+    inference: Annotated[
+        bool,
+        typer.Option(
+            "--inference",
+            help="Fit generation instead of training: weights, prefill, growth of the KV cache.",
+        ),
+    ] = False,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", metavar="N", min=1, help="How many tokens --inference generates.")
+    ] = 128,
     points: Annotated[
         int, typer.Option("--points", metavar="N", min=2, max=100, help="How many budgets a sweep has.")
     ] = 10,
@@ -100,30 +128,34 @@ def fit(
 
     Exit code 0 when a plan fits, 4 when none does, 1 when real steps refute the plan.
     """
-    from memfit.core.errors import ToolFailure
-    from memfit.reports.verdict import verification
-
     asked = Asked(
         workload=workload, gpu=gpu, budget=budget, allow=allow, verify=verify, engine=engine,
         report=report, plan_file=plan_file, png=png,
     )  # fmt: skip
     asked.check_outputs()
-    if sweep:
-        from memfit.cli.fit_sweep import run_sweep
+    if sweep or maximize or inference or gpu == "any":
+        from memfit.cli.fit_questions import run_question
 
-        return run_sweep(asked, points=points, as_json=as_json)
+        return run_question(
+            asked, sweep=sweep, maximize=maximize, inference=inference, new_tokens=new_tokens, points=points,
+            as_json=as_json,
+        )  # fmt: skip
     # The traces are read for the charts and then no longer needed.
     with tempfile.TemporaryDirectory(prefix="memfit-") as traces:
         result = _search(asked, Path(traces), quiet=as_json)
-        shown = _report(asked, result)
+        return finish(asked, result, as_json=as_json)
+
+
+def finish(asked: Asked, result: FitResult, *, as_json: bool, answer: Mapping[str, Any] | None = None) -> int:
+    """Writes and shows a result; the exit code. ``answer`` is put before it in the JSON object."""
+    from memfit.core.errors import ToolFailure
+    from memfit.reports.verdict import verification
+
+    shown = _report(asked, result)
     written = _write(asked, shown)
     if as_json:
-        print_json(
-            {
-                **_without_traces(result.to_json()),
-                "files": {name: str(path) for name, path in written.items()},
-            }
-        )
+        files = {name: str(path) for name, path in written.items()}
+        print_json({**_without_traces(result.to_json()), **(answer or {}), "files": files})
     else:
         _print(asked, shown, written)
     if shown.is_refuted:

@@ -21,7 +21,7 @@ from memfit.capture.tracker import StepTracker
 from memfit.capture.true_values import on_made_up_gpu, reads_to_json, true_values
 from memfit.capture.workloads import from_reference
 from memfit.core.devices import GPU
-from memfit.core.errors import MemfitError, UsageError
+from memfit.core.errors import MemfitError, ToolFailure, UsageError
 from memfit.dryrun.interception import resume
 from memfit.planning.figures import Settings
 from memfit.planning.fork import in_fork
@@ -75,8 +75,17 @@ class Session:
         The plain step has run before, so whatever is raised here is the plan's doing: a reason not to take
         it.
         """
+        return self._or_failure(lambda: self._peaks(techniques))
+
+    @staticmethod
+    def _or_failure(measure: Callable[[], dict[str, int]]) -> dict[str, Any]:
+        """What a fork measures, or why it could not. A fork that died says nothing of the plan: it is asked
+        again, once."""
         try:
-            return dict(in_fork(lambda: self._peaks(techniques)))
+            try:
+                return dict(in_fork(measure))
+            except ToolFailure:
+                return dict(in_fork(measure))
         except MemfitError as error:
             return {**{f"{name}_bytes": 0 for name in _COUNTERS}, "failure": str(error)}
 

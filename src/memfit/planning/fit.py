@@ -57,36 +57,59 @@ def fit(
     folder = Path(traces) if traces is not None else Path(tempfile.mkdtemp(prefix="memfit-"))
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        verifier = stack.enter_context(_Verifier(reference, seed)) if verify else None
+        verifier = stack.enter_context(Verifier(reference, seed)) if verify else None
         oracle = stack.enter_context(open_oracle(reference, spec, device, folder, engine=engine, seed=seed))
-        oracle.facts()
-        planning = time.perf_counter()
-        outcome = Search(
-            oracle=oracle,
-            gpu=device,
-            budget_bytes=_reachable(budget_bytes, device),
-            allow=allow,
-            progress=show,
-        ).run()
-        bounds = _bounds(outcome, device, budget_bytes, show)
-        planning_seconds = time.perf_counter() - planning
-        verified = None
-        if verifier is not None and outcome.chosen is not None and outcome.chosen.techniques:
-            show("verify", 0, 1)
-            verified = verifier.verify(outcome.chosen.techniques, outcome.chosen.lever.exactness)
-            show("verify", 1, 1)
-        return _result(
-            outcome,
+        return fit_on(
             oracle,
             device,
             budget_bytes,
             spec=spec,
-            bounds=bounds,
-            verified=verified,
-            planning_seconds=planning_seconds,
-            wall_seconds=time.perf_counter() - started,
+            allow=allow,
+            verifier=verifier,
+            show=show,
+            started=started,
             seed=seed,
         )
+
+
+def fit_on(
+    oracle: Oracle,
+    gpu: GPU,
+    budget_bytes: int,
+    *,
+    spec: str | None,
+    allow: Exactness,
+    verifier: Verifier | None = None,
+    show: Progress = no_progress,
+    started: float | None = None,
+    seed: int = 0,
+) -> FitResult:
+    """The search, the bounds and the verification, on an oracle that is open."""
+    started = time.perf_counter() if started is None else started
+    oracle.facts()
+    planning = time.perf_counter()
+    outcome = Search(
+        oracle=oracle, gpu=gpu, budget_bytes=reachable(budget_bytes, gpu), allow=allow, progress=show
+    ).run()
+    bounds = _bounds(outcome, gpu, budget_bytes, show)
+    planning_seconds = time.perf_counter() - planning
+    verified = None
+    if verifier is not None and outcome.chosen is not None and outcome.chosen.techniques:
+        show("verify", 0, 1)
+        verified = verifier.verify(outcome.chosen.techniques, outcome.chosen.lever.exactness)
+        show("verify", 1, 1)
+    return _result(
+        outcome,
+        oracle,
+        gpu,
+        budget_bytes,
+        spec=spec,
+        bounds=bounds,
+        verified=verified,
+        planning_seconds=planning_seconds,
+        wall_seconds=time.perf_counter() - started,
+        seed=seed,
+    )
 
 
 def checked_budget(budget: int | str | None, gpu: GPU) -> int:
@@ -107,7 +130,7 @@ def checked_budget(budget: int | str | None, gpu: GPU) -> int:
     return count
 
 
-def _reachable(budget_bytes: int, gpu: GPU) -> int:
+def reachable(budget_bytes: int, gpu: GPU) -> int:
     """What the allocator can really reserve of a budget: the context has its share first."""
     return min(budget_bytes, gpu.runtime_total_bytes - gpu.context_bytes)
 
@@ -124,7 +147,7 @@ def workload_and_spec(workload: Workload | str) -> tuple[dict[str, Any], str | N
     return workload_reference(workload), workload.spec
 
 
-class _Verifier:
+class Verifier:
     """The process in which plans are verified: started early, so that torch is loaded when it is asked."""
 
     def __init__(self, reference: Mapping[str, Any], seed: int) -> None:
@@ -132,7 +155,7 @@ class _Verifier:
         self._seed = seed
         self._worker = Worker(None, preload=preload(reference.get("spec"), "memfit.planning.verify"))
 
-    def __enter__(self) -> _Verifier:
+    def __enter__(self) -> Verifier:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -206,9 +229,9 @@ def _result(
         device_total_bytes=gpu.context_bytes + worst.peak_reserved_bytes,
         context_bytes=gpu.context_bytes,
         plain=plain,
-        plain_fits=plain.peak_reserved_bytes <= _reachable(budget_bytes, gpu),
+        plain_fits=plain.peak_reserved_bytes <= reachable(budget_bytes, gpu),
         planned=planned,
-        fits=planned is not None and planned.peak_reserved_bytes <= _reachable(budget_bytes, gpu),
+        fits=planned is not None and planned.peak_reserved_bytes <= reachable(budget_bytes, gpu),
         plan_name="none fits" if chosen is None else chosen.name,
         techniques=() if chosen is None else chosen.techniques,
         exactness="exact" if chosen is None else chosen.lever.exactness,

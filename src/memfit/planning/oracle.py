@@ -118,7 +118,13 @@ class StepOracle:
         self.engine_reason = reason
         self._runner = runner
         self._folder = folder
-        self._arguments = {"workload": dict(workload), "engine": engine, "target": _plain(gpu), "seed": seed}
+        self._gpu = gpu
+        self._arguments: dict[str, Any] = {
+            "workload": dict(workload),
+            "engine": engine,
+            "target": _plain(gpu),
+            "seed": seed,
+        }
         self._stack = ExitStack()
         self._session: Remote | None = None
 
@@ -147,6 +153,22 @@ class StepOracle:
     def evaluate(self, techniques: Sequence[Settings]) -> Peaks:
         """See `Oracle`."""
         return Peaks(**self.session.call("evaluate", techniques=list(techniques)))
+
+    def with_workload(self, workload: Mapping[str, Any]) -> StepOracle:
+        """An oracle of the same processes for another workload; close it by itself (``with``)."""
+        return StepOracle(
+            self._runner,
+            workload,
+            self._gpu,
+            self._folder,
+            self._arguments["seed"],
+            engine=self.engine,
+            reason=self.engine_reason,
+        )
+
+    def open(self, cls: str, **arguments: Any) -> AbstractContextManager[Remote]:
+        """Another object of the child side, built with the workload and the device."""
+        return self._runner.session(cls, **self._arguments, **arguments)
 
     def call(self, function: str, **arguments: Any) -> Any:
         """Runs ``"package.module:function"`` in a process of its own; it gets the workload and the device."""
