@@ -25,7 +25,7 @@ def main(steps: int = 4, **settings: object) -> None:
         )  # fmt: skip
         trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[callback])
         trainer.train()
-    print(trainer.state.log_history[0])  # has memfit_peak_bytes beside the loss
+    print(trainer.state.log_history[0])  # on a GPU it has memfit_peak_bytes beside the loss
     print("records in", callback.watcher.folder)
 
 

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from memfit.formats import read_trace
     from memfit.manager import GPUMemoryManager
     from memfit.monitor import AlertRule, Watcher, watch
+    from memfit.notebook import load_ipython_extension
     from memfit.planning import FitResult, Plan, plan
     from memfit.pools import DynamicAllocation, IdleCacheRelease, MemoryAllocator, MemoryPool, collect
-    from memfit.profiling.notebook import load_ipython_extension
     from memfit.profiling.profiler import MemoryProfiler
     from memfit.techniques import (
         ActivationOffload,
@@ -213,9 +213,9 @@ _HOME = {
     "memfit.formats": ("read_trace",),
     "memfit.manager": ("GPUMemoryManager",),
     "memfit.monitor": ("AlertRule", "Watcher", "watch"),
+    "memfit.notebook": ("load_ipython_extension",),
     "memfit.planning": ("FitResult", "Plan", "plan"),
     "memfit.pools": ("DynamicAllocation", "IdleCacheRelease", "MemoryAllocator", "MemoryPool", "collect"),
-    "memfit.profiling.notebook": ("load_ipython_extension",),
     "memfit.profiling.profiler": ("MemoryProfiler",),
     "memfit.techniques": (
         "ActivationOffload",

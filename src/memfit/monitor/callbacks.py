@@ -14,7 +14,7 @@ from memfit.monitor.watching import Watcher, watch
 def trainer_callback(**settings: Any) -> Any:
     """A callback for ``transformers.Trainer(callbacks=[…])``: watches the training, step by step.
 
-    The peak and the time of the last step are put beside the loss (``memfit_step_peak_bytes``).
+    The peak of PyTorch's CUDA allocator so far is put beside the loss (``memfit_peak_bytes``).
 
     Args:
         settings: those of `memfit.watch`.
@@ -38,7 +38,7 @@ def trainer_callback(**settings: Any) -> Any:
                 self.watcher.step()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if self.watcher is not None and logs is not None:
+            if self.watcher is not None and logs is not None and self.watcher.peak_bytes:
                 logs["memfit_peak_bytes"] = self.watcher.peak_bytes
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""``%load_ext memfit`` and the cell magic ``%%memfit`` for IPython and Jupyter."""
+"""The cell magic ``%%memfit`` for IPython and Jupyter."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from memfit.core.errors import UsageError
 USAGE = "%%memfit [--every N] [--save FOLDER] [--device cpu|cuda] [--quiet]"
 
 
-def load_ipython_extension(shell: Any) -> None:
-    """What ``%load_ext memfit`` calls: adds the cell magic ``%%memfit``.
-
-    The magic runs its cell under a `memfit.MemoryProfiler`, shows what memory was used for, and leaves the
-    profile as ``memfit_profile`` in the notebook. With ``--every N`` one of N steps is noted in detail (an
-    optimizer's ``step()`` ends a step); ``--save FOLDER`` also writes the profile.
-    """
+def add_magic(shell: Any) -> None:
+    """Add the cell magic ``%%memfit`` to an IPython shell; see `memfit.load_ipython_extension`."""
     shell.register_magic_function(_magic(shell), magic_kind="cell", magic_name="memfit")
 
 

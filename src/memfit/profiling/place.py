@@ -159,4 +159,12 @@ class Place:
 def _site_text(code: CodeType, line: int) -> str:
     path = code.co_filename
     here = os.getcwd() + os.sep
-    return f"{path.removeprefix(here)}:{line} {code.co_name}"
+    return f"{_notebook_cell(path) or path.removeprefix(here)}:{line} {code.co_name}"
+
+
+def _notebook_cell(path: str) -> str | None:
+    """``In [3]`` for the code of a notebook's cell, which has a made-up file name; else None."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    return f"In [{cells[path]}]" if path in cells else None
