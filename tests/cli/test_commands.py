@@ -221,3 +221,10 @@ def test_doctor_tries_a_first_tensor():
     assert "a first tensor on a made-up" in next(
         check.detail for check in found.checks if check.name == "dry run"
     )
+
+
+def test_doctor_names_the_vector_instructions():
+    from memfit.cli.vector_instructions import vector_instructions
+
+    line = vector_instructions(ask_torch=False)
+    assert line.startswith("the CPU has ") and "numpy computes with " in line and "torch" not in line

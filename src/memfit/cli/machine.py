@@ -86,6 +86,7 @@ def look_at_machine(*, trial: bool = True) -> Machine:
         checks.append(_trial(find_gpu(TRIAL_GPU)))
     checks += [_real_gpu(), *(_extra(name, *row) for name, row in EXTRAS.items())]
     problems = [check for check in checks[1:5] if check.state == "missing"]
+    checks.append(_vectors(ask_torch=trial and torch.state == "ok"))
     if not problems:
         return Machine(
             checks=tuple(checks), engine="dryrun", reason="PyTorch's real allocator runs on a made-up GPU"
@@ -211,6 +212,12 @@ def _real_gpu() -> Check:
     return Check(
         name="real GPU", state="ok" if found else "note", detail="; ".join(found) or "a driver, but no GPU"
     )
+
+
+def _vectors(*, ask_torch: bool) -> Check:
+    from memfit.cli.vector_instructions import vector_instructions
+
+    return Check(name="vector instructions", state="ok", detail=vector_instructions(ask_torch=ask_torch))
 
 
 def _text(value: str | bytes) -> str:
