@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from preloaded import Preloaded
 
+from memfit.core.errors import ToolFailure
+from memfit.dryrun import launcher
+
 pytestmark = pytest.mark.dryrun
 
 
@@ -63,6 +66,16 @@ def test_ending_right_after_backward_is_clean_every_time(preloaded: Preloaded, t
     for _ in range(20):
         outcome = preloaded.run("train.py", "--end", "after-backward", folder=tmp_path)
         assert (outcome.result.ended, outcome.result.exit_code, outcome.stderr) == ("end", 0, "")
+
+
+def test_a_script_that_does_not_hear_is_killed_and_the_reason_told(
+    preloaded: Preloaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.5)
+    script = tmp_path / "deaf.py"
+    script.write_text("import re\nre.match('(a+)+$', 40 * 'a' + 'b')  # lets no other thread run\n")
+    with pytest.raises(ToolFailure, match=r"did not end within 0.5 s of being told to \(timeout\)"):
+        preloaded.run(script, folder=tmp_path, timeout_seconds=1.0)
 
 
 def test_several_optimizers_end_with_the_busiest(preloaded: Preloaded, tmp_path: Path) -> None:

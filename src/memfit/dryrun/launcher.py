@@ -280,7 +280,11 @@ def _ask_to_end(process: subprocess.Popen[bytes], control: int, why: str) -> int
         return process.wait(timeout=GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        return process.wait()
+        process.wait()
+        raise ToolFailure(
+            f"the script did not end within {GRACE_SECONDS:g} s of being told to ({why}), and was killed; "
+            "nothing is known of its memory"
+        ) from None
 
 
 @contextlib.contextmanager
