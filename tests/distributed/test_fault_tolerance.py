@@ -89,7 +89,7 @@ def test_a_rank_that_hangs_is_ended_and_named(
     tmp_path: Path, undisturbed: dict[str, list[dict[int, str]]]
 ) -> None:
     run = functools.partial(train, tmp_path, steps=STEPS, faults=[("hang", 9)], hang_timeout=2.5)
-    attempts = until_done(run, ranks=[2, 2])
+    attempts = until_done(run, ranks=[2, 2, 2])
     assert 1 in attempts[0].codes
     assert [losses(tmp_path, rank) for rank in range(2)] == undisturbed["ddp"]
     told = [event["text"] for event in read_events(tmp_path / "checkpoints") if event["kind"] == "hung"]

@@ -45,7 +45,7 @@ class FaultTolerance:
     Args:
         checkpoint_frequency: steps between saves.
         folder: of the checkpoints, one that all ranks can reach.
-        keep_last: how many checkpoints to keep.
+        keep_last: how many checkpoints to keep; two or more, so that there is one before a corrupt one.
         hang_timeout_seconds: a rank in which no step ends for so long (ten times as long for its first) ends
             itself; None: never. Longer than the longest step with its save.
 
