@@ -139,6 +139,7 @@ _PLAIN: tuple[tuple[str, str], ...] = (
     ("all cuda-capable devices are busy", "device-busy"),
     ("invalid device ordinal", "device-ordinal"),
     ("no cuda gpus are available", "no-device"),
+    ("no devices were found", "no-device"),
     ("torch not compiled with cuda enabled", "no-device"),
     ("unspecified launch failure", "launch-failure"),
     ("uncorrectable ecc error", "hardware"),

@@ -19,6 +19,7 @@ from memfit.monitor.nvml import NvmlSource
 from memfit.monitor.playback import RunPlayback, TracePlayback
 from memfit.monitor.runs import RunSource, is_run_folder, read_records
 from memfit.monitor.samples import Source
+from memfit.monitor.smi_output import read_smi_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ def open_source(source: str | os.PathLike[str] | None = None, *, speed: float | 
 
     Args:
         source: None for this machine and all jobs with `memfit.watch()` on it; a run folder; a trace, a
-            memory snapshot or another recording.
+            memory snapshot or another recording; what nvidia-smi printed (its table, CSV or XML).
         speed: plays a record: 1 is real time (of a trace, a step a second). Unless given, a record is shown
             whole.
 
@@ -68,6 +69,9 @@ def open_source(source: str | os.PathLike[str] | None = None, *, speed: float | 
     path = Path(source)
     if path.is_dir():
         return _run(path, speed)
+    output = read_smi_output(path)
+    if output is not None:
+        return Opened(kind="recorded run", title=path.name, sources=(output,), whole=True)
     from memfit.formats import read_trace
 
     recording = read_trace(path)

@@ -22,6 +22,8 @@ REASONS = {
     "GPU is lost": "the GPU has fallen off the bus",
     "ERR!": "the driver failed to read it; the GPU may need a reset",
 }
+UNIFIED = re.compile(r"\b(GB10|Jetson|Orin|Xavier|Thor)\b", re.IGNORECASE)
+"""Names of devices that share the host's memory."""
 NEARLY_FULL = 0.9
 
 
@@ -88,7 +90,7 @@ def _unknown(device: Device) -> Finding:
         evidence=tuple(evidence),
         where=_title(device),
         advice=(
-            _where_else(reason),
+            _where_else(device, reason),
             Advice(
                 action="or ask the runtime from inside the job",
                 typed='python -c "import torch; print(torch.cuda.mem_get_info())"',
@@ -99,9 +101,9 @@ def _unknown(device: Device) -> Finding:
     )
 
 
-def _where_else(reason: str) -> Advice:
+def _where_else(device: Device, reason: str) -> Advice:
     """Where the number is to be had."""
-    if reason == "Not Supported":
+    if reason == "Not Supported" or UNIFIED.search(device.name):
         return Advice(
             action="on a GPU with unified memory the host's memory is the budget: see what is available",
             typed="free -h; grep MemAvailable /proc/meminfo",
@@ -169,14 +171,18 @@ def _known(device: Device, clues: Clues) -> Finding:
         evidence.append("no process is listed: nvidia-smi in a container does not see those of the host")
     if device.mode and device.mode not in ("Default", "N/A"):
         evidence.append(f"compute mode: {device.mode}")
-    full = bool(total) and used is not None and total is not None and used > NEARLY_FULL * total
+    if used is None and free is None:
+        reason = device.unknown.get("used") or device.unknown.get("free") or "not shown"
+        evidence.append(f"how much of it is used is unknown [{reason}], which is not 0")
+    held = used if used is not None or total is None or free is None else total - free
+    full = bool(total) and held is not None and total is not None and held > NEARLY_FULL * total
+    how = "is nearly full" if full else "is not full" if held is not None else "is there, how full is unknown"
     return Finding(
         rule="device_memory",
         verdict="device_full" if full else "unknown",
         severity="warning" if full else "info",
         confidence="high",
-        summary=f"{_title(device)} is {'nearly full' if full else 'not full'}; there is no error in the "
-        f"input",
+        summary=f"{_title(device)} {how}; there is no error in the input",
         evidence=tuple(evidence),
         bytes=used,
         where=_title(device),

@@ -71,7 +71,10 @@ SYMPTOMS: Mapping[str, Symptom] = {
     ),
     "driver-unreachable": Symptom(
         summary="nvidia-smi cannot reach the driver: nothing about memory can be known from it",
-        evidence=("after an update of the driver the loaded module and the library differ until a reboot",),
+        evidence=(
+            "after an update of the driver the loaded module and the library differ until a reboot; a "
+            "container that was given no GPU, or not the right to ask, has the same",
+        ),
         advice=(
             _shell(
                 "see which versions are loaded", "cat /proc/driver/nvidia/version; modinfo nvidia | head -3"
