@@ -5,6 +5,7 @@ The server is a fresh process; nothing is forked off the one that runs the tests
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.connection
@@ -133,6 +134,12 @@ def _results(processes: Sequence[Any], pipes: Sequence[Any]) -> list[Any]:
             running.discard(number)
             if processes[number].exitcode:
                 _kill(processes)
+    for number, pipe in open_pipes.items():  # what came between the last look and the end
+        with contextlib.suppress(EOFError):
+            while pipe.poll():
+                results[number] = pipe.recv()
+    for pipe in pipes:
+        pipe.close()
     return results
 
 
