@@ -17,6 +17,7 @@ import numpy as np
 
 from memfit.core.trace import COLUMNS, NO_BLOCK, TEXT_COLUMNS, Action, Trace
 from memfit.formats.fields import LARGEST_ADDRESS, LARGEST_SIZE, Streams, member, shown, whole
+from memfit.formats.packed_events import PackedEvents
 from memfit.formats.places import Places
 
 REQUESTED = -1
@@ -91,7 +92,9 @@ class History:
     notes: tuple[str, ...]
 
 
-def read_history(events: list[Any], *, place: str, streams: Streams, places: Places) -> History:
+def read_history(
+    events: list[Any] | PackedEvents, *, place: str, streams: Streams, places: Places
+) -> History:
     """Read the events of one device. The list is used up: each event is let go once it is read.
 
     Raises:
@@ -109,9 +112,10 @@ class _Reader:
         self._lost = 0
         self._free_at_oom: tuple[int, int] | None = None
 
-    def read(self, events: list[Any]) -> History:
+    def read(self, events: list[Any] | PackedEvents) -> History:
         for index, event in enumerate(events):
-            events[index] = None
+            if type(events) is list:
+                events[index] = None
             self._event(event, index)
         notes = (
             f"{self._lost} frees are missing in the history; they are taken to be where the memory is used "

@@ -21,6 +21,8 @@ from memfit.core.errors import InputError
 from memfit.core.recording import Recording
 from memfit.formats import transfer
 from memfit.formats.content import Content
+from memfit.formats.draining import DrainingFile
+from memfit.formats.packed_events import Unusual
 
 BYTES_PER_FILE_BYTE = 16
 """Events as Python objects take 4 to 7 times their size in a file, and lists are moved while they grow."""
@@ -79,6 +81,22 @@ def _ended(content: Content, code: int, errors: bytes, folder: Path) -> str:
     return f"{content.name} cannot be read: {last[0][:300]}"
 
 
+def load_draining(file: IO[bytes], name: str) -> Any:
+    """As `load_plain`, in less memory: lists of events are `PackedEvents`. For a process that does nothing
+    else, with its garbage collector off.
+
+    Raises:
+        InputError: it is broken, or names something that is not data.
+    """
+    draining: Any = DrainingFile(file)
+    try:
+        return draining.finish(load_plain(draining, name))
+    except Unusual:
+        del draining
+        file.seek(0)
+        return load_plain(file, name)
+
+
 def load_plain(file: IO[bytes], name: str) -> Any:
     """The containers and scalars of a pickle.
 
@@ -87,6 +105,8 @@ def load_plain(file: IO[bytes], name: str) -> Any:
     """
     try:
         return _PlainUnpickler(file).load()
+    except Unusual:
+        raise
     except _Refused as error:
         raise InputError(
             f"{name} is refused: {error}; a memory snapshot holds data only. Nothing was run."

@@ -25,6 +25,7 @@ class Places:
 
     def __init__(self) -> None:
         self._known: dict[int, str] = {}
+        self._texts: dict[str, str] = {}
 
     def of(self, frames: Any) -> str:
         """``"train.py:12 main"`` for the innermost frame of the user's own, or ``""``; frames come from the
@@ -33,7 +34,8 @@ class Places:
             return ""
         known = self._known.get(id(frames))
         if known is None:
-            known = self._known[id(frames)] = _place(frames)
+            text = _place(frames)
+            known = self._known[id(frames)] = self._texts.setdefault(text, text)
         return known
 
 

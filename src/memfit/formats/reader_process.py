@@ -15,7 +15,7 @@ from pathlib import Path
 
 from memfit.core.errors import InputError
 from memfit.formats import transfer
-from memfit.formats.pickles import ALWAYS_ALLOWED_BYTES, BYTES_PER_FILE_BYTE, load_plain
+from memfit.formats.pickles import ALWAYS_ALLOWED_BYTES, BYTES_PER_FILE_BYTE, load_draining
 from memfit.formats.snapshots import from_value
 
 
@@ -28,7 +28,7 @@ def main() -> int:
     gc.disable()  # nothing of a snapshot is garbage before the end, and looking for it takes half of the time
     try:
         with open(path, "rb") as file:
-            value = load_plain(file, name)
+            value = load_draining(file, name)
         transfer.save(from_value(value, name=name, size_bytes=size), folder)
     except InputError as error:
         return _refuse(folder, str(error))

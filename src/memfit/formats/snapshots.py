@@ -14,6 +14,7 @@ from memfit.core.recording import Recording
 from memfit.core.snapshot import Segment, Snapshot, SnapshotBlock
 from memfit.formats.fields import LARGEST_ADDRESS, Streams, listed, member, whole
 from memfit.formats.history import History, read_history
+from memfit.formats.packed_events import PackedEvents
 from memfit.formats.places import Places
 from memfit.formats.starting import Held, starting_state
 
@@ -53,9 +54,13 @@ def from_value(value: Any, *, name: str, size_bytes: int) -> Recording:
             "(taken before the first CUDA tensor, or in another process?)"
         )
     device = _busiest(segments, traces, name, reader.notes)
-    events = listed(traces[device], f"{name}: device_traces[{device}]") if device < len(traces) else []
+    events = _events(traces[device], f"{name}: device_traces[{device}]") if device < len(traces) else []
     own = tuple(segment for of, segment in segments if of == device)
     return reader.recording(own, events, device, value.get("allocator_settings"))
+
+
+def _events(trace: Any, place: str) -> list[Any] | PackedEvents:
+    return trace if isinstance(trace, PackedEvents) else listed(trace, place)
 
 
 def _busiest(
@@ -66,7 +71,7 @@ def _busiest(
     for device, segment in segments:
         held[device] = held.get(device, 0) + segment.size_bytes
     counts = {
-        device: len(listed(trace, f"{name}: device_traces[{device}]")) for device, trace in enumerate(traces)
+        device: len(_events(trace, f"{name}: device_traces[{device}]")) for device, trace in enumerate(traces)
     }
     candidates = {device for device in {*held, *counts} if held.get(device) or counts.get(device)}
     if not candidates:
@@ -150,7 +155,7 @@ class _Reader:
         )
 
     def recording(
-        self, segments: tuple[Segment, ...], events: list[Any], device: int, settings: Any
+        self, segments: tuple[Segment, ...], events: list[Any] | PackedEvents, device: int, settings: Any
     ) -> Recording:
         place = f"{self._name}: device_traces[{device}]"
         history = read_history(events, place=place, streams=self._streams, places=self._places)

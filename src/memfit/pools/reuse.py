@@ -1,7 +1,7 @@
-"""Blocks that were just freed, kept by size: the next request of that size has one without asking the policy.
+"""Blocks that were just freed, kept by size: the next request of that size needs no search.
 
-To the policy they are out. So whatever needs the policy's own view of what is free (another size that finds no
-room, growth, trimming, defragmentation, statistics, plans) has them given back first.
+To the policy they are out. So whatever needs the policy's own view of what is free (another size that finds
+no room, growth, trimming, defragmentation, statistics, plans) has them given back first.
 """
 
 from __future__ import annotations
