@@ -10,7 +10,7 @@ import pytest
 
 from memfit.monitor.engine import DEVICE_COLUMNS, Monitor
 from memfit.monitor.history import History
-from memfit.monitor.rules import RULES
+from memfit.monitor.rules import RULES, AlertRule
 from memfit.monitor.samples import HostSample, ProcessSample, Sample, Step
 from monitor.fakes import GIB, FakeSource, a_gpu, a_rank
 
@@ -64,6 +64,31 @@ def test_a_source_that_fails_is_a_note_and_the_rest_goes_on() -> None:
     status = Monitor([Broken(), FakeSource(Sample(time_seconds=0, devices=(a_gpu(),)))]).poll(0.0)
     assert status.sample.notes == ("broken could not be read: ZeroDivisionError: oops",)
     assert status.errors == 1 and len(status.sample.devices) == 1
+
+
+def test_alerts_are_kept_on_disk(tmp_path: Path) -> None:
+    """A later monitor knows what an earlier one saw, also beside lines that are broken."""
+    rule = AlertRule(name="full", quantity="device_used_ratio", above=0.3, for_seconds=0)
+
+    def monitor() -> Monitor:
+        sample = Sample(time_seconds=0, devices=(a_gpu(),))
+        return Monitor([FakeSource(sample)], rules=(rule,), history=tmp_path)
+
+    first = monitor()
+    shown = first.poll(5.0)
+    assert not shown.earlier_changes and len(shown.changes) == 1
+    second = monitor()  # may read, and does not write while the first has the folder
+    (kept,) = second.poll(6.0).earlier_changes
+    assert (kept["kind"], kept["alert"], kept["at_seconds"]) == ("fired", "full", 0)
+    assert kept["text"] == shown.firing[0].text
+    second.close()
+    first.close()
+    with (tmp_path / "alerts.jsonl").open("a") as file:
+        file.write('{"kind": "fired"}\nno JSON\n[]\n' + (tmp_path / "alerts.jsonl").read_text() * 2500)
+    third = monitor()
+    assert len(third.poll(7.0).earlier_changes) == 200
+    third.close()
+    assert len((tmp_path / "alerts.jsonl").read_text().splitlines()) <= 1001
 
 
 def test_devices_are_kept_on_disk_by_one_monitor_at_a_time(tmp_path: Path) -> None:

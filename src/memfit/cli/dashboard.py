@@ -15,8 +15,8 @@ def dashboard(
         typer.Option(
             "--source",
             metavar="FILE|FOLDER",
-            help="Show a recording (any file that memfit replay reads), a run folder of memfit.watch() or what "
-            "nvidia-smi printed, instead of this machine.",
+            help="Show a recording (any file that memfit replay reads), a run folder of memfit.watch() or "
+            "what nvidia-smi printed, instead of this machine.",
         ),
     ] = None,
     bind: Annotated[

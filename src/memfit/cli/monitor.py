@@ -32,8 +32,8 @@ def monitor(
         typer.Option(
             "--source",
             metavar="FILE|FOLDER",
-            help="Show a recording (any file that memfit replay reads), a run folder of memfit.watch() or what "
-            "nvidia-smi printed, instead of this machine.",
+            help="Show a recording (any file that memfit replay reads), a run folder of memfit.watch() or "
+            "what nvidia-smi printed, instead of this machine.",
         ),
     ] = None,
     speed: Annotated[

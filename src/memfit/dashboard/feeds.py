@@ -16,6 +16,7 @@ import numpy as np
 from memfit.core.errors import InputError, MemfitError
 from memfit.dashboard.look import PAINTS
 from memfit.dashboard.trace_series import TraceSeries, plain
+from memfit.monitor.alert_record import change_json
 from memfit.monitor.engine import DEVICE_COLUMNS, Monitor, Status
 from memfit.monitor.history import History, Series
 from memfit.monitor.identity import plain_name
@@ -115,8 +116,8 @@ class Feed(ABC):
             "live": self.opened.live,
             "ended": status.sample.ended,
             "changes": [
-                {"kind": change.kind, "at_seconds": at, **change.alert.to_json()}
-                for at, change in reversed(status.changes)
+                *(change_json(at, change) for at, change in reversed(status.changes)),
+                *reversed(status.earlier_changes),
             ],
             "recent": {key: plain(np.array(values)) for key, values in status.recent.items()},
         }

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from memfit.monitor.account import AccountPart, account
 from memfit.monitor.actions import Action, Dispatcher
+from memfit.monitor.alert_record import AlertRecord
 from memfit.monitor.alerts import Alert, AlertBook, Change
 from memfit.monitor.history import HistoryWriter
 from memfit.monitor.identity import plain_name
@@ -44,6 +45,7 @@ class Status:
         quantities: what alerts were judged by.
         firing: alerts that are on.
         changes: alerts that began or ended, the newest last, with when; at most `MOST_CHANGES`.
+        earlier_changes: the same from before this monitor, off the disk, as plain values.
         fired_count: per rule, how often it fired since the monitor began.
         recent: per device and allocator key, the last values of used or allocated bytes.
         poll_seconds: how long asking took.
@@ -56,6 +58,7 @@ class Status:
     quantities: Sequence[Quantity]
     firing: Sequence[Alert]
     changes: Sequence[tuple[float, Change]]
+    earlier_changes: Sequence[Mapping[str, Any]] = ()
     fired_count: Mapping[str, int]
     recent: Mapping[str, Sequence[float]]
     poll_seconds: float
@@ -105,7 +108,8 @@ class Monitor:
         sources: where samples come from; one that fails is left out of that poll, with a note.
         rules: alerts.
         actions: what they do.
-        history: folder to keep devices and the host in over time; one monitor at a time writes there.
+        history: folder to keep devices, the host and alerts in over time; one monitor at a time writes
+            there.
     """
 
     def __init__(
@@ -124,6 +128,9 @@ class Monitor:
         self._changes: deque[tuple[float, Change]] = deque(maxlen=MOST_CHANGES)
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT_POINTS))
         self._history = None if history is None else DeviceHistory(history)
+        self._record = (
+            None if self._history is None else AlertRecord(self._history.folder, writes=self._history.writes)
+        )
 
     @property
     def failures(self) -> int:
@@ -139,6 +146,8 @@ class Monitor:
         found = quantities(sample, self._trends)
         for change in self.book.judge(found, sample.time_seconds):
             self._changes.append((sample.time_seconds, change))
+            if self._record is not None:
+                self._record.add(sample.time_seconds, change)
             self._dispatcher.tell(change)
         self._remember(sample)
         return Status(
@@ -150,6 +159,7 @@ class Monitor:
             quantities=found,
             firing=self.book.firing,
             changes=tuple(self._changes),
+            earlier_changes=() if self._record is None else self._record.earlier,
             fired_count=dict(self.book.fired_count),
             recent={key: tuple(values) for key, values in self._recent.items()},
             poll_seconds=time.perf_counter() - began,
