@@ -1,4 +1,4 @@
-"""The ladder: each rung is the chain below it and one technique more, measured, trained for real, explained."""
+"""The ladder: each rung is the chain below it and one technique more, measured, trained, explained."""
 
 from __future__ import annotations
 
@@ -267,3 +267,16 @@ def test_what_is_too_large_for_the_cpu_is_trained_in_a_smaller_form(has_small_fo
         return
     assert climb._form(int(3 * module.MOST_FLOPS), 1).samples == 2
     assert "size='small'" in (climb._form(int(9 * module.MOST_FLOPS), 1).reason or "")
+
+
+def test_losses_in_fp16_are_scaled_where_techniques_are_tried(file: str) -> None:
+    from memfit.capture.step import build_step
+    from memfit.capture.workloads import load_workload
+    from memfit.planning.evaluate import applied
+
+    step = build_step(load_workload(file), device="cpu")
+    before = step.model.head.weight.detach().clone()
+    with applied(step, [{"technique": "mixed_precision", "precision": "fp16"}]):
+        step.run()
+        assert step.scaler is not None
+    assert step.scaler is None and not torch.equal(step.model.head.weight, before)

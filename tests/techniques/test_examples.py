@@ -22,7 +22,19 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["blocks", "gradient_checkpointing", "chunked_cross_entropy", "optimizer_implementation"]
+    "module",
+    [
+        "attention_backend",
+        "blocks",
+        "channels_last",
+        "chunked_cross_entropy",
+        "compile_warmup",
+        "gradient_checkpointing",
+        "optimizer_implementation",
+        "partial_quantization",
+        "pruning",
+        "vocabulary_padding",
+    ],
 )
 def test_docstrings(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"memfit.techniques.{module}"))

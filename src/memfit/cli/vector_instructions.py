@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from typing import Any
 
 SECONDS = 60.0
 _ASK_TORCH = (
@@ -27,18 +29,19 @@ def vector_instructions(*, ask_torch: bool) -> str:
 
 
 def _of_cpu() -> list[str]:
-    from numpy._core._multiarray_umath import __cpu_features__ as features
-
-    return [name for name in _SHOWN if features.get(name)]
+    return [name for name in _SHOWN if _numpy_core().__cpu_features__.get(name)]
 
 
 def _of_numpy() -> str:
     """The widest set that numpy has kernels for and this CPU has."""
-    from numpy._core import _multiarray_umath as core
-
+    core = _numpy_core()
     built = [*core.__cpu_baseline__, *core.__cpu_dispatch__]
     usable = [name for name in built if core.__cpu_features__.get(name)]
     return usable[-1] if usable else "no vector instructions"
+
+
+def _numpy_core() -> Any:
+    return importlib.import_module("numpy._core._multiarray_umath")
 
 
 def _of_torch() -> str:

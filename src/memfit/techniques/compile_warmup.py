@@ -47,6 +47,7 @@ class WarmModel:
         self.unexpected: dict[Shape, int] = {}
         self.warm_up_seconds = 0.0
         self.compilations = 0
+        self._gradients = False
         self._before_service = 0
         self._file: Path | None = None
         self._compiled = torch.compile(model, backend=self._counting(backend), dynamic=dynamic)
@@ -58,7 +59,8 @@ class WarmModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = self.compilations
-        result = self._compiled(*args, **kwargs)
+        with torch.set_grad_enabled(self._gradients):  # another mode would be another graph
+            result = self._compiled(*args, **kwargs)
         if self.compilations != before:
             self._remember(shape_of((args, kwargs)), self.compilations - before)
         return result
@@ -66,6 +68,7 @@ class WarmModel:
     def warm(self, shapes: Iterable[Shape], make_inputs: MakeInputs, *, gradients: bool) -> None:
         """Runs each shape twice: what the first run compiles, and what only a second run would."""
         begun = time.perf_counter()
+        self._gradients = gradients
         done = []
         for shape in shapes:
             inputs = make_inputs(shape)
@@ -124,7 +127,8 @@ def warm_up(
         shape_file: JSON file that remembers the shapes; made when it is not there.
         backend: of ``torch.compile``.
         dynamic: of ``torch.compile``; False: one graph for each shape.
-        gradients: whether service needs gradients; without, nothing is compiled for a backward pass.
+        gradients: whether calls need gradients; without, they run under ``no_grad`` and nothing is compiled
+            for a backward pass.
 
     Raises:
         UsageError: there is no shape at all.
