@@ -14,7 +14,7 @@ from torch import nn
 
 from memfit.core.errors import InputError, UsageError
 from memfit.planning.figures import StepFigures
-from memfit.planning.plan import Plan
+from memfit.planning.plan import Plan, parameter_shapes
 from memfit.techniques import applied_techniques
 
 FIGURES = StepFigures(
@@ -152,3 +152,18 @@ def test_micro_batches_are_views_whose_weights_add_up_to_one() -> None:
 def test_a_plan_that_does_not_cut_gives_the_batch_as_it_is() -> None:
     batch = torch.zeros(4)
     assert [(piece is batch, weight) for piece, weight in a_plan().micro_batches(batch)] == [(True, 1.0)]
+
+
+def test_a_plan_for_another_model_says_what_differs(tmp_path: Path) -> None:
+    plan = a_plan(fingerprint=parameter_shapes(a_model()))
+    plan = Plan.load(plan.save(tmp_path / "plan.json"))
+    fitting = plan.apply(a_model())
+    assert applied_techniques(fitting)
+    wider = a_model()
+    wider[2] = nn.Linear(8, 3, bias=False)
+    with pytest.raises(UsageError, match=r"2\.weight is 3x8 here and was 2x8; 2\.bias is missing"):
+        plan.apply(wider)
+    assert not applied_techniques(wider)
+    assert a_plan().apply(wider) is wider  # a plan from before fingerprints
+    with pytest.raises(InputError, match="fingerprint"):
+        Plan.from_json({**plan.to_json(), "fingerprint": [1]})

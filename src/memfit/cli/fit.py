@@ -208,6 +208,7 @@ STAGES: Mapping[str, str] = {
     "plans": "trying plans",
     "finalists": "running the best plans in processes of their own",
     "lower bound": "proving how little must be computed again",
+    "advice": "running other trainings, as nothing that keeps this one fits",
     "verify": "comparing plain and planned steps on real values",
 }
 

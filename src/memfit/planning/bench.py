@@ -34,6 +34,7 @@ class ModelFacts:
     micro_batching: Exactness | None = None
     implementations: Mapping[str, Exactness] = field(default_factory=dict)
     expandable_segments: Exactness | None = None
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelFacts:

@@ -25,7 +25,7 @@ from memfit.core.errors import MemfitError, ToolFailure, UsageError
 from memfit.dryrun.interception import resume
 from memfit.planning.figures import Settings
 from memfit.planning.fork import in_fork
-from memfit.planning.plan import apply_settings, micro_batch_count, sample_count
+from memfit.planning.plan import apply_settings, micro_batch_count, parameter_shapes, sample_count
 from memfit.techniques import TECHNIQUES, MixedPrecisionTraining, Technique, mixed_precision_of, undo
 from memfit.techniques.blocks import block_names
 
@@ -205,6 +205,7 @@ def model_facts(step: TrainingStep) -> dict[str, Any]:
         "micro_batching": _grade(step, {"technique": "micro_batching"}),
         "implementations": _implementations(step),
         "expandable_segments": "exact" if on_made_up_gpu() else None,
+        "fingerprint": parameter_shapes(step.model),
     }
 
 

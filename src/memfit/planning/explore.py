@@ -75,9 +75,7 @@ class Explorer:
         """
         layout = Layout(graph=self.graph, blocks=self.bench.blocks)
         row = row_of_blocks(layout, self.bench.seconds(self.graph))
-        if self._options is None:
-            self._options = self._measured(row)
-        options, self._budget_bytes = self._options, budget_bytes
+        options, self._budget_bytes = self.options(row), budget_bytes
         best, done = float("inf"), 0
         found = self._levers()
         for _, group in itertools.groupby(found, key=lambda lever: lever.micro_batches):
@@ -90,6 +88,12 @@ class Explorer:
             if best <= min((case.base_seconds for case in cases), default=0.0):
                 break
         self.progress("plans", len(found), len(found))
+
+    def options(self, row: Row) -> tuple[dict[tuple[str, ...], Option], ...]:
+        """All options of each class, measured once."""
+        if self._options is None:
+            self._options = self._measured(row)
+        return self._options
 
     def _measured(self, row: Row) -> tuple[dict[tuple[str, ...], Option], ...]:
         """All options, measured in captured steps that mix them."""

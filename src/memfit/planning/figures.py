@@ -91,6 +91,22 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Another training that was run where no plan fits: ``what`` it is, in words, how far it leaves the one
+    asked for, and what it reserves with every block recomputed."""
+
+    what: str
+    exactness: Exactness
+    techniques: tuple[Settings, ...]
+    peak_reserved_bytes: int
+    fits: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return {**vars(self), "techniques": [dict(settings) for settings in self.techniques]}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verified:
     """What running plain and planned steps on real values showed.
 

@@ -18,7 +18,7 @@ from memfit.dryrun.worker import Worker
 from memfit.planning.bench import Oracle, Try
 from memfit.planning.bound import lower_bound
 from memfit.planning.explore import Progress
-from memfit.planning.figures import Settings, StepFigures, Verified
+from memfit.planning.figures import Advice, Settings, StepFigures, Verified
 from memfit.planning.oracle import Engine, open_oracle, preload
 from memfit.planning.plan import FitResult
 from memfit.planning.search import Outcome, Search, recompute_percent
@@ -93,7 +93,13 @@ def fit_on(
     ).run()
     bounds = _bounds(outcome, gpu, budget_bytes, show)
     planning_seconds = time.perf_counter() - planning
-    verified = None
+    verified: Verified | None = None
+    advice: tuple[Advice, ...] = ()
+    if outcome.chosen is None:
+        from memfit.planning.advice import advise  # it builds on this module's neighbours
+
+        show("advice", 0, 1)
+        advice = advise(oracle, outcome.facts, reachable(budget_bytes, gpu))
     if verifier is not None and outcome.chosen is not None and outcome.chosen.techniques:
         show("verify", 0, 1)
         verified = verifier.verify(outcome.chosen.techniques, outcome.chosen.lever.exactness)
@@ -106,6 +112,7 @@ def fit_on(
         spec=spec,
         bounds=bounds,
         verified=verified,
+        advice=advice,
         planning_seconds=planning_seconds,
         wall_seconds=time.perf_counter() - started,
         seed=seed,
@@ -210,6 +217,7 @@ def _result(
     spec: str | None,
     bounds: tuple[float | None, float | None],
     verified: Verified | None,
+    advice: tuple[Advice, ...],
     planning_seconds: float,
     wall_seconds: float,
     seed: int,
@@ -248,6 +256,8 @@ def _result(
         value_reads=outcome.plain.value_reads,
         not_modelled=(*outcome.plain.not_modelled, *_unknown_workspaces(outcome, oracle)),
         notes=outcome.notes,
+        advice=advice,
+        fingerprint=outcome.facts.fingerprint,
         seed=seed,
     )
 

@@ -35,8 +35,8 @@ def _quantised(bits: int) -> Callable[[Any, int], Any]:
     def build(config: Any, length: int) -> Any:
         from transformers.cache_utils import Cache, QuantizedLayer
 
-        class Layer(QuantizedLayer):  # type: ignore[misc]  # transformers is not typed
-            def _quantize(self, tensor: torch.Tensor, axis: int) -> Packed:
+        class Layer(QuantizedLayer):
+            def _quantize(self, tensor: torch.Tensor, axis: int = 0) -> Packed:
                 return pack(tensor, bits)
 
             def _dequantize(self, parts: Packed) -> torch.Tensor:

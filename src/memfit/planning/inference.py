@@ -182,7 +182,7 @@ class _Tries:
     def run(self, cache: str, batch: int, prompt: int, new_tokens: int | None = None) -> GenerationFigures:
         """One generation, measured."""
         count = self.new_tokens if new_tokens is None else new_tokens
-        shape = {"cache": cache, "batch": batch, "prompt": prompt, "new_tokens": count}
+        shape: dict[str, Any] = {"cache": cache, "batch": batch, "prompt": prompt, "new_tokens": count}
         if self.positions is not None and prompt + count > self.positions:
             reason = f"{prompt} + {count} tokens are more than the model's {self.positions} positions"
             return GenerationFigures(**shape, failure=reason)

@@ -142,6 +142,11 @@ class StepOracle:
             self._session = self._stack.enter_context(opening)
         return self._session
 
+    @property
+    def workload(self) -> dict[str, Any]:
+        """The reference of the workload that is run."""
+        return dict(self._arguments["workload"])
+
     def facts(self) -> ModelFacts:
         """See `Oracle`."""
         return ModelFacts.from_json(self.session.call("facts"))

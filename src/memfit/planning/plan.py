@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import InputError, MemfitError, UsageError
 from memfit.core.exactness import EXACTNESS_ORDER, Exactness
 from memfit.core.files import write_atomically
-from memfit.planning.figures import Candidate, Settings, StepFigures, Verified
+from memfit.planning.figures import Advice, Candidate, Settings, StepFigures, Verified
 
 SCHEMA_VERSION = 1
+MOST_DIFFERENCES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Plan:
     workload_spec: str | None = None
     engine: str = "dryrun"
     torch: str | None = None
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
 
     @property
@@ -61,6 +63,7 @@ class Plan:
             "lower_bound_percent": self.lower_bound_percent,
             "engine": self.engine,
             "torch": self.torch,
+            "fingerprint": dict(self.fingerprint),
             "seed": self.seed,
         }
 
@@ -89,6 +92,7 @@ class Plan:
             lower_bound_percent=read("lower_bound_percent", _optional(float)),
             engine=read("engine", str),
             torch=read("torch", _optional(str)),
+            fingerprint=read("fingerprint", _fingerprint) if "fingerprint" in data else {},
             seed=read("seed", int),
         )
 
@@ -113,12 +117,28 @@ class Plan:
         """Change ``model`` (and ``optimizer``) in place so that they run the plan.
 
         Returns the model, or ``(model, optimizer)`` when an optimizer was given. `memfit.undo(model)` takes
-        the techniques back, one a call. UsageError when the model has not the blocks that the plan names; the
-        model is then as it was.
+        the techniques back, one a call. UsageError when it is another model than the plan was made for,
+        by names and shapes of its parameters, or has not the blocks that the plan names; the model is then
+        as it was.
         """
+        self._check_model(model)
         self._check_blocks(model)
         apply_settings(self.techniques, model, optimizer)
         return model if optimizer is None else (model, optimizer)
+
+    def _check_model(self, model: Any) -> None:
+        """The parameters are those of the model that was planned for, or UsageError says what differs."""
+        from memfit.techniques.base import bare_model
+
+        differences = differences_of(self.fingerprint, parameter_shapes(bare_model(model)))
+        if self.fingerprint and differences:
+            shown = "; ".join(differences[:MOST_DIFFERENCES])
+            more = len(differences) - MOST_DIFFERENCES
+            raise UsageError(
+                f"the plan for {self.workload!r} was made for another model: {shown}"
+                f"{f', and {more} more' if more > 0 else ''}; apply it to the model that it was made for, "
+                "before other techniques, or make a plan for this one"
+            )
 
     def _check_blocks(self, model: Any) -> None:
         """Each block that the plan names exists in the model, or UsageError names the first that does not."""
@@ -149,6 +169,23 @@ class Plan:
         from memfit.techniques import MicroBatching
 
         yield from MicroBatching(micro_batches=self.micro_batch_count).split(batch, loss_weight)
+
+
+def parameter_shapes(model: Any) -> dict[str, str]:
+    """What tells a model from another: ``{"h.0.mlp.weight": "768x3072"}``."""
+    return {name: "x".join(map(str, tensor.shape)) for name, tensor in model.named_parameters()}
+
+
+def differences_of(planned: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """What differs between two models' parameters, in words."""
+    found = []
+    for name in dict.fromkeys((*planned, *here)):
+        there, now = planned.get(name), here.get(name)
+        if there is None or now is None:
+            found.append(f"{name} is {'only here' if there is None else 'missing'}")
+        elif there != now:
+            found.append(f"{name} is {now} here and was {there or 'a number'}")
+    return found
 
 
 def apply_settings(techniques: Sequence[Settings], model: Any, optimizer: Any = None) -> None:
@@ -196,6 +233,12 @@ class _Reader:
             raise InputError(f"{self.source}: key {key!r}: {error}") from error
 
 
+def _fingerprint(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(shape, str) for shape in value.values()):
+        raise TypeError("must be an object of parameter names and shapes")
+    return value
+
+
 def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else convert(value)
 
@@ -230,8 +273,8 @@ class FitResult:
     """What `plan` found: the plain step, the planned step, what it costs, how it was checked.
 
     ``planned`` is None only when no plan fits; ``least_budget_bytes`` then is the least reserved peak that
-    any plan which was tried needs, in bytes. ``candidates`` are the points of the time–memory front that were
-    tried.
+    any plan which was tried needs, in bytes, and ``advice`` what other trainings would need. ``candidates``
+    are the points of the time–memory front that were tried.
     """
 
     workload: str
@@ -263,6 +306,8 @@ class FitResult:
     value_reads: tuple[Any, ...] = ()
     not_modelled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
 
     @property
@@ -283,6 +328,7 @@ class FitResult:
             lower_bound_percent=self.lower_bound_percent,
             engine=self.engine,
             torch=self.torch,
+            fingerprint=self.fingerprint,
             seed=self.seed,
         )
 
@@ -319,5 +365,6 @@ class FitResult:
             "value_reads": list(self.value_reads),
             "not_modelled": list(self.not_modelled),
             "notes": list(self.notes),
+            "advice": [one.to_json() for one in self.advice],
             "seed": self.seed,
         }

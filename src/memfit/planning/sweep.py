@@ -170,6 +170,7 @@ class FrontSearch:
     notes: list[str] = field(default_factory=list)
     bench: Bench = field(init=False)
     plain: Try = field(init=False)
+    explorer: Explorer = field(init=False)
     name: str = field(default="", init=False)
 
     def run(self) -> tuple[SweepPoint, ...]:
@@ -182,7 +183,7 @@ class FrontSearch:
         seconds = bench.seconds(graph)
         plain = bench.evaluate("plain", NO_LEVER, (None,) * len(blocks), sum(seconds), named=True)
         self.plain = bench.finish(plain)
-        explorer = Explorer(
+        self.explorer = explorer = Explorer(
             bench=bench,
             facts=facts,
             graph=graph,

@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit.core.units import format_bytes, format_seconds
 from memfit.dryrun.confidence import judge
-from memfit.planning.figures import StepFigures, Verified
+from memfit.planning.figures import Advice, StepFigures, Verified
 from memfit.planning.plan import FitResult
 
 MOST_DIFFERENCES = 3
@@ -73,7 +73,16 @@ def next_steps(result: FitResult, *, allow: str) -> tuple[str, ...]:
     looser = {"exact": ("reordered", "approximate"), "reordered": ("approximate",)}.get(allow, ())
     if looser:
         steps.append(f"allow more: --allow {looser[0]} (now {allow})")
-    return (*steps, "use a smaller batch or sequence, or a GPU with more memory (memfit gpus)")
+    steps.append("use a smaller batch or sequence, or a GPU with more memory (memfit gpus)")
+    return (*steps, *map(_advised, sorted(result.advice, key=lambda one: not one.fits)))
+
+
+def _advised(one: Advice) -> str:
+    """Another training that was run: what it is, how far it is from the one asked for, what it needs."""
+    verdict = "fits" if one.fits else "does not fit"
+    grade = "" if one.exactness == "exact" else f" ({one.exactness})"
+    need = format_bytes(one.peak_reserved_bytes)
+    return f"{one.what}{grade}, with every block recomputed, reserves {need}: {verdict} (not a plan)"
 
 
 def _budget_text(size_bytes: int) -> str:
