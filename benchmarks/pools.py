@@ -3,8 +3,9 @@
     python benchmarks/pools.py            both tables, as Markdown
     python benchmarks/pools.py --json     the figures
 
-Times are ratios of what was measured in turns in one run: a block is allocated, written and freed by the
-pool, by the system (mmap, as cudaMalloc is for a GPU), and by the C library, itself a pool, that torch asks.
+Times are ratios of what was measured in turns in one run: a block is allocated and freed, written or not, by
+the pool, by the system (mmap), and by the C library, itself a pool, that `torch.empty` asks. What cudaMalloc
+costs is not measured: that takes a GPU.
 The traces are recordings of real GPU jobs; MEMFIT_SHARED names their folder (else ../shared).
 """
 
@@ -37,7 +38,7 @@ STATIC = ("first_fit", "best_fit", "buddy", "tlsf")
 
 
 def against_the_system(policy: Any) -> list[dict[str, Any]]:
-    """One row for each size: seconds per block that is allocated, written and freed."""
+    """One row for each size and whether the block is written: seconds per block allocated and freed."""
     pool = MemoryPool(512 * MIB, device="cpu", allocation_policy=policy)
     rows = []
     for size_bytes in SIZES_BYTES:
@@ -46,19 +47,24 @@ def against_the_system(policy: Any) -> list[dict[str, Any]]:
             "system": lambda size=size_bytes: torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8),
             "c_library": lambda size=size_bytes: torch.empty(size, dtype=torch.uint8),
         }
-        seconds = in_turns(ways, repeats=max(3, min(1000, 64 * MIB // size_bytes)))
-        rows.append({"size_bytes": size_bytes, **{f"{way}_seconds": took for way, took in seconds.items()}})
+        for written in (True, False):
+            seconds = in_turns(ways, repeats=max(3, min(1000, 64 * MIB // size_bytes)), written=written)
+            took = {f"{way}_seconds": each for way, each in seconds.items()}
+            rows.append({"size_bytes": size_bytes, "written": written, **took})
     return rows
 
 
-def in_turns(ways: dict[str, Callable[[], torch.Tensor]], *, repeats: int) -> dict[str, float]:
+def in_turns(ways: dict[str, Callable[[], torch.Tensor]], *, repeats: int, written: bool) -> dict[str, float]:
     """The median seconds of each way over several turns."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(TURNS):
         for way, allocate in ways.items():
             start = time.perf_counter()
             for _ in range(repeats):
-                allocate().fill_(1)
+                block = allocate()
+                if written:
+                    block.fill_(1)
+                del block
             seconds[way].append((time.perf_counter() - start) / repeats)
     return {way: statistics.median(took) for way, took in seconds.items()}
 
@@ -167,13 +173,16 @@ def main() -> None:
 
 def tables(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    lines = ["| block | µs by the pool | system (mmap) | C library |", "|---|---|---|---|"]
+    lines = ["| block | written | µs by the pool | system (mmap) | C library |", "|---|---|---|---|---|"]
     for row in figures["system"]:
         pool_seconds = row["pool_seconds"]
         ratios = " | ".join(
             f"{row[way] / pool_seconds:.2f}×" for way in ("system_seconds", "c_library_seconds")
         )
-        lines.append(f"| {format_bytes(row['size_bytes'])} | {pool_seconds * 1e6:.1f} | {ratios} |")
+        written = "yes" if row["written"] else "no"
+        lines.append(
+            f"| {format_bytes(row['size_bytes'])} | {written} | {pool_seconds * 1e6:.1f} | {ratios} |"
+        )
     if not figures["traces"]:
         return "\n".join([*lines, "", "no recorded traces here: MEMFIT_SHARED names their folder"])
     lines += [

@@ -63,7 +63,7 @@ class DrainingFile:
             Unusual: events were packed that are not a device's.
         """
         self._drain()
-        traces = value.get("device_traces") if isinstance(value, dict) else None
+        traces: Any = value.get("device_traces") if isinstance(value, dict) else None
         packed = {id(events): columns for events, columns in self._found}
         if packed and type(traces) is not list:
             raise Unusual("events outside of device_traces")

@@ -34,8 +34,9 @@ class PackedEvents:
         """
         if type(event) is not dict:
             raise Unusual("an event that is no dictionary")
-        action, size, stream = event.get("action"), event.get("size"), event.get("stream", 0)
-        address, pool = event.get("addr", event.get("device_free", 0)), event.get("pool_id")
+        get: Any = event.get
+        action, size, stream = get("action"), get("size"), get("stream", 0)
+        address, pool = get("addr", get("device_free", 0)), get("pool_id")
         whole = type(address) is type(size) is type(stream) is int and type(action) is str
         if not whole or not (
             0 <= address <= LARGEST_ADDRESS and 0 <= size <= LARGEST_SIZE and 0 <= stream <= LARGEST_ADDRESS
