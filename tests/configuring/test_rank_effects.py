@@ -148,3 +148,34 @@ def test_without_an_optimizer_steps_are_counted_by_hand(tmp_path: Path):
     with pytest.raises(UsageError, match="protect"):
         configured.fault_tolerance.save()
     configured.close()
+
+
+def test_all_keys_at_once(tmp_path: Path):
+    """As a user would write them down, everything enabled."""
+    (tmp_path / "all.yaml").write_text(
+        "memory:\n"
+        '  gpu_memory: {total_memory: "8GB", available_memory: "6GB", allocation_strategy: dynamic}\n'
+        '  memory_pool: {enabled: true, pool_size: "4MB", chunk_size: "1MB"}\n'
+        f"  memory_profiling: {{enabled: true, profiling_frequency: 100, save_profiles: {tmp_path / 'p'}}}\n"
+        "optimization:\n"
+        "  gradient_checkpointing: {enabled: true, checkpoint_frequency: 4, memory_savings: 0.5}\n"
+        "  mixed_precision: {enabled: true, precision: bf16}\n"
+        "  memory_compression: {enabled: true, compression_ratio: 0.8, compression_algorithm: zstd}\n"
+        "distributed:\n"
+        "  num_gpus: 4\n"
+        "  memory_synchronization: {enabled: true, sync_frequency: 2}\n"
+        "  load_balancing: {enabled: true, strategy: round_robin}\n"
+        f"  fault_tolerance: {{enabled: true, checkpoint_frequency: 2, folder: {tmp_path / 'saved'}}}\n"
+    )
+    model = net()
+    configured = memfit.configure(model, torch.optim.AdamW(model.parameters()), tmp_path, environment={})
+    train(configured, 2)
+    configured.close()
+    asked = {line.rpartition("(")[2].rstrip(")") for line in configured.done}
+    sections = ["memory.gpu_memory", "memory.memory_pool", "memory.memory_profiling"]
+    sections += ["gradient_checkpointing", "mixed_precision", "memory_compression"]
+    sections += ["memory_synchronization", "load_balancing", "fault_tolerance"]
+    assert len(asked) == 9 and all(any(one.endswith(name) for one in asked) for name in sections)
+    assert [found.step for found in configured.synchronization.history] == [2]
+    assert (tmp_path / "p" / "profile.json").exists() and configured.fault_tolerance.last_saved_step == 2
+    undo_all(model)
