@@ -250,3 +250,21 @@ def test_meta_tensors_give_the_cpus_lives():
         capture_step(mlp(optimizer=ADAMW["loop"]), device="meta"),
     )
     assert meta.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
+
+
+def test_a_compiled_optimizer_is_seen_operator_by_operator() -> None:
+    step = warmed(mlp())
+
+    @torch.compile(backend="eager", fullgraph=True)  # as torchao's are
+    def update(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return parameter.sub(0.1 * gradient)
+
+    @torch.no_grad()
+    def compiled_step() -> None:
+        for parameter in step.model.parameters():
+            parameter.copy_(update(parameter, parameter.grad))
+
+    step.optimizer.step = compiled_step
+    seen = Counter(op.name for op in capture(step).ops if op.phase == "optimizer")
+    count = len(list(step.model.parameters()))
+    assert seen["aten.sub.Tensor"] == seen["aten.mul.Tensor"] == count

@@ -8,8 +8,10 @@ measures.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -66,7 +68,7 @@ class StepTracker(TorchDispatchMode):
             parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in self._trained()
         ]
         try:
-            with self._attribution, self:
+            with _uncompiled(), self._attribution, self:
                 self._step.run(self._on_phase)
         finally:
             for hook in hooks:
@@ -257,6 +259,15 @@ class StepTracker(TorchDispatchMode):
                 "unattributed_ops": self._attribution.unresolved,
             },
         )
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """What is compiled (torchao's optimizers) runs operator by operator: a compiled graph has none to show,
+    and one that must be whole refuses to run under a tracker. Nothing is loaded where nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def capture(step: TrainingStep, *, warm_up: int = WARM_UP_STEPS) -> StepGraph:
