@@ -78,9 +78,9 @@ if TYPE_CHECKING:
     from memfit.techniques.adaptive import guard, training_step
     from memfit.techniques.batch_size import find_batch_size
     from memfit.techniques.compile_warmup import warm_up
+    from memfit.techniques.prefetch import InputPrefetch
     from memfit.techniques.pruning_sparse import to_sparse
     from memfit.techniques.pruning_structured import prune_structured
-    from memfit.techniques.prefetch import InputPrefetch
     from memfit.techniques.shared_tensors import SharedTensors
 
 __version__ = "0.1.0"

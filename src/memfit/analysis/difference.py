@@ -171,7 +171,8 @@ def compare(
     """Why the second run needs more (or less) memory than the first.
 
     Args:
-        a, b: what ``memfit.read_trace`` gives, or dry-run results.
+        a: what ``memfit.read_trace`` gives, or a dry-run result.
+        b: the same, of the other run.
         names: what to call them.
 
     Examples:

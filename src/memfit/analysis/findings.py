@@ -69,7 +69,7 @@ class Finding:
     Attributes:
         rule: The rule or reader that found it, e.g. "fragmentation_split" or "oom_message".
         summary: What happened, in one line.
-        severity: "error" where the job failed or will fail, "warning" where memory is wasted, "info" otherwise.
+        severity: "error" where the job failed or will fail, "warning" where memory is wasted, else "info".
         confidence: How sure the finding is.
         verdict: The kind of failure; None for a finding that is not about a failure.
         evidence: The facts it rests on, one line each, with figures.

@@ -183,7 +183,7 @@ class _Climb:
             engine=self._where.engine if self.device == "dryrun" else self.device,
             engine_reason=self._where.engine_reason if self.device == "dryrun" else None,
             rungs=tuple(rungs),
-            notes=tuple([*notes, *self._form_notes(form)]),
+            notes=(*notes, *self._form_notes(form)),
         )
 
     @property

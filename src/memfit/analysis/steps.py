@@ -58,7 +58,7 @@ def _is_rising(ends: list[Any], count: int) -> bool:
 
 
 def _recurring(trace: Trace) -> tuple[int, ...]:
-    """Births of the rarest site and size that comes back evenly. Sizes alone, without a place, tell no step."""
+    """Births of the rarest site and size that comes back evenly; sizes without a place tell no step."""
     blocks = Blocks.of(trace)
     placed = ~(blocks.has("where", ("",)) & blocks.has("module", ("",)) & blocks.has("op", ("",)))
     large = np.flatnonzero((blocks.size >= LEAST_MARK_BYTES) & placed)

@@ -83,4 +83,3 @@ def _after_steps(configured: Configured, function: Any) -> None:
             lambda optimizer, words, named: function() and None
         )
         configured.hooks.append(hook)
-

@@ -31,8 +31,8 @@ class Recording:
         allocated_bytes, reserved_bytes: the totals that were recorded after each event, where they were.
         kind: the kind of file, a name of ``memfit.formats.FORMATS``.
         notes: what the reader had to assume, a sentence each.
-        private_streams: stream numbers of the trace that stand for a private pool (``torch.cuda.MemPool``, CUDA
-            graphs) on a stream: the stream's number and the pool's, counted from 1.
+        private_streams: stream numbers of the trace that stand for a private pool (``torch.cuda.MemPool``,
+            CUDA graphs) on a stream: the stream's number and the pool's, counted from 1.
     """
 
     trace: Trace
