@@ -141,7 +141,8 @@ def sites_left(before: dict[int, tuple[int, str]], after: dict[int, tuple[int, s
     """What is held now and was not before, by line, the most bytes first.
 
     Args:
-        before, after: of each block's address its bytes and its line.
+        before: of each block's address its bytes and its line.
+        after: the same, later.
     """
     sums: dict[str, list[int]] = {}
     for address, (size, where) in after.items():

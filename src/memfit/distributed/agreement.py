@@ -78,7 +78,8 @@ def compare_with_one_process(
         loss: the mean over the samples of a batch.
         batches: one a step, of all ranks together; dimension 0 is divided among them evenly.
         optimizer: makes the optimizer from parameters.
-        strategy, plan: as `wrap` takes them.
+        strategy: as `wrap` takes it.
+        plan: as `wrap` takes it.
         tolerance: absolute, for gradients and parameters. A model with dropout or BatchNorm computes
             something else on a part of a batch, and does not agree.
         seed: of model and steps.

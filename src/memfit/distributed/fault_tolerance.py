@@ -108,7 +108,8 @@ class FaultTolerance:
         Args:
             model: plain, or wrapped by DDP or FSDP2 (`wrap`).
             optimizer: of its parameters, made after wrapping.
-            scheduler, scaler: with ``state_dict`` and ``load_state_dict``.
+            scheduler: with ``state_dict`` and ``load_state_dict``.
+            scaler: the same.
             data: a `DataOrder`, or a loader of this rank with ``state_dict`` (``StatefulDataLoader``).
             generators: random generators of your own, by name.
             extra: anything else with ``state_dict``, the same on all ranks, by name.

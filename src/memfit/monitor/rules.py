@@ -23,7 +23,8 @@ class AlertRule:
     Args:
         name: of the alert.
         quantity: a name of `memfit.monitor.quantities.QUANTITIES`.
-        above, below: it fires beyond this limit; exactly one of them.
+        above: it fires over this limit.
+        below: it fires under this limit; exactly one of the two is given.
         clear: it is over when the quantity is back at this value (hysteresis); the limit unless given.
         for_seconds: it must be beyond the limit for so long before it fires.
         cooldown_seconds: after it was told it is not told again for so long, however often it comes and goes.

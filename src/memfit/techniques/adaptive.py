@@ -88,8 +88,8 @@ class Guard:
         """Runs the step on ``batch``; on out of memory again, further down the ladder, until it goes.
 
         Raises:
-            the out-of-memory error itself, at the foot of the ladder or where it cannot be undone; every
-            other error as it is.
+            Exception: the out-of-memory error itself, at the foot of the ladder or where it cannot be undone;
+                every other error as it is.
         """
         _refuse_ranks()
         elements, samples = _elements(batch), _samples(batch)
@@ -247,7 +247,8 @@ def guard(
         step: ``step(batch, …)``: forward, backward, ``optimizer.step()``, best with
             ``zero_grad(set_to_none=True)`` at its end. For the micro-batch rung it takes ``micro_batches=``
             as well, as `training_step` makes it.
-        model, optimizer: of the step; ``None``: the ones that ``step`` uses, if there is one model.
+        model: of the step; ``None``: the one that ``step`` uses, if there is only one.
+        optimizer: of the step; ``None``: the one that ``step`` uses, if there is only one model.
         ladder: rungs in the order they are tried; see `LADDER`.
         climb_after: see above.
 
