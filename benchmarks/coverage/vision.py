@@ -24,21 +24,15 @@ def every_classifier() -> None:
     import torchvision
 
     for name in torchvision.models.list_models(module=torchvision.models):
-        size = 299 if "inception" in name else torchvision.models.get_model_weights(name)
-        side = size if isinstance(size, int) else min(256, max(224, _side_of(size)))
         # RegNet computes its widths by tensors, so these must not be on the GPU.
         with torch.device("cpu" if "regnet" in name else "cuda"):
             model = torchvision.models.get_model(name, num_classes=10).cuda()
+        side = getattr(model, "image_size", 299 if "inception" in name else 224)
         images = torch.randn(2, 3, side, side, device="cuda")
         out = model(images)
         logits = out if isinstance(out, Tensor) else out[0]
         F.cross_entropy(logits, torch.zeros(2, dtype=torch.long, device="cuda")).backward()
         del model, out, logits, images
-
-
-def _side_of(weights: object) -> int:
-    sizes = [meta.meta.get("min_size", (224, 224)) for meta in list(weights)]  # type: ignore[call-overload]
-    return max(size[0] for size in sizes)
 
 
 def detection(name: str) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,6 +178,7 @@ def _become(job: dict[str, Any], descriptors: list[int]) -> None:
     os.dup2(descriptors[0], job["control"])  # last: its number may be that of one of the others here
     os.environ.clear()
     os.environ.update(job["environment"])
+    tempfile.tempdir = None  # asked for before, for another environment
     os.chdir(job["folder"])
     if job["alone"]:
         probe.intercept = lambda handler: None

@@ -47,6 +47,27 @@ def what_only_a_kernel_knows_is_not_checked():
     assert torch.segment_reduce(x, "max", lengths=lengths).shape == (2,)
 
 
+def the_default_device_is_the_scripts():
+    torch.set_default_device("cuda")
+    x = torch.arange(10)
+    x[3:] += torch.full((7,), 2)
+    assert (
+        x.is_cuda
+        and x.sum().item() == 59
+        and not torch.ones(4, dtype=torch.bool)[None].all(1).logical_not().any()
+    )
+    assert torch.randn(8, 4).topk(2).indices.shape == (8, 2)
+    torch.set_default_device("cpu")
+
+
+def gradients_of_each_sample_are_taken():
+    net = torch.nn.Linear(4, 2, device=device)
+    values = {name: p.detach() for name, p in net.named_parameters()}
+    loss = torch.func.grad(lambda values, x: torch.func.functional_call(net, values, (x,)).sum())
+    slopes = torch.func.vmap(loss, in_dims=(None, 0))(values, torch.randn(3, 4, device=device))
+    assert slopes["weight"].shape == (3, 2, 4)
+
+
 def what_is_overwritten_is_forgotten():
     x = torch.arange(10, device=device)
     x.copy_(torch.randn(100, device=device).argsort()[:10])
@@ -96,6 +117,8 @@ small_integers_are_true()
 masks_are_true()
 masks_go_with_other_indices()
 what_only_a_kernel_knows_is_not_checked()
+the_default_device_is_the_scripts()
+gradients_of_each_sample_are_taken()
 what_is_overwritten_is_forgotten()
 checks_of_numbers_pass()
 what_is_known_decides_with_what_is_not()

@@ -139,7 +139,7 @@ def _uniform_result(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs
         return MISSING
     small = iter(
         [
-            torch.full((1,) * tensor.dim(), value, dtype=tensor.dtype)
+            torch.full((1,) * tensor.dim(), value, dtype=tensor.dtype, device="cpu")
             for tensor, value in zip(inputs, known, strict=True)
         ]
     )
@@ -256,8 +256,8 @@ def _route(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[st
 def _spread(chosen: torch.Tensor, experts: int, evenly: bool) -> torch.Tensor:
     """Which expert each row goes to: in turns, or all rows to the first ones."""
     count = chosen.shape[-1]
-    rows = torch.arange(chosen.numel() // max(count, 1)) * (count if evenly else 0)
-    return ((rows[:, None] + torch.arange(count)) % experts).reshape(chosen.shape)
+    rows = torch.arange(chosen.numel() // max(count, 1), device="cpu") * (count if evenly else 0)
+    return ((rows[:, None] + torch.arange(count, device="cpu")) % experts).reshape(chosen.shape)
 
 
 def _lift(values: TrueValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -194,7 +194,7 @@ class LazyHost:
         for entry in entries:
             storage = entry.storage()
             if storage is not None:
-                self.compute(torch.empty(0, dtype=torch.uint8).set_(storage))
+                self.compute(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
 
     def _compute_before(self, name: str) -> None:
         original = getattr(torch.Tensor, name)

@@ -72,7 +72,10 @@ def _addresses(tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
         if type(local) in (torch.Tensor, torch.nn.Parameter) and local.is_cuda:
-            address = address_of(local)
+            try:
+                address = address_of(local)
+            except RuntimeError:  # one of vmap's, which wraps another tensor and has no memory
+                continue
             if address:
                 yield local.device.index, address
 

@@ -37,7 +37,9 @@ class Geometry:
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor on another storage."""
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.strides)
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(
+            storage, self.offset, self.shape, self.strides
+        )
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def advanced(state: bytes, count: int) -> torch.Tensor:
     if count < _DRAWN_BELOW:
         generator = torch.Generator()
         generator.set_state(_as_tensor(state))
-        torch.empty(count, dtype=torch.int32).random_(generator=generator)
+        torch.empty(count, dtype=torch.int32, device="cpu").random_(generator=generator)
         return generator.get_state()
     return _as_tensor(skip(state, count))
 

@@ -154,11 +154,11 @@ class TrueValues:
         key = address_of(tensor)
         storage = self._known.get(key)
         if storage is not None:
-            view = torch.empty(0, dtype=tensor.dtype)
+            view = torch.empty(0, dtype=tensor.dtype, device=_CPU)  # whatever the script's default device is
             return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if key not in self._uniform or tensor.numel() * tensor.element_size() > _WORK_BYTES:
             return None
-        return torch.full((), self._uniform[key], dtype=tensor.dtype).expand(tensor.shape)
+        return torch.full((), self._uniform[key], dtype=tensor.dtype, device=_CPU).expand(tensor.shape)
 
     @property
     def has_uniform(self) -> bool:
@@ -188,7 +188,7 @@ class TrueValues:
         """From now on ``tensor``, of any size, holds ``value`` throughout."""
         storage = tensor.untyped_storage()
         if storage.nbytes() <= LARGEST_BYTES:
-            self.learn(tensor, torch.full((), value, dtype=tensor.dtype), origins)
+            self.learn(tensor, torch.full((), value, dtype=tensor.dtype, device=_CPU), origins)
         else:
             self._uniform[storage.data_ptr()] = value
             self._watch(storage.data_ptr(), storage)
@@ -278,7 +278,7 @@ class TrueValues:
         if not self.keeps(tensor) or address_of(tensor) != tensor.data_ptr():
             return
         if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-            self.learn(tensor, torch.zeros((), dtype=tensor.dtype))
+            self.learn(tensor, torch.zeros((), dtype=tensor.dtype, device=_CPU))
 
     def _adopt(self, results: list[torch.Tensor], true: list[torch.Tensor], origins: Origins) -> None:
         for result, value in zip(results, true, strict=False):
