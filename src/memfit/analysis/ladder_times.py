@@ -1,7 +1,8 @@
 """Which techniques the time model has no term for: their effect on a step's time is not predicted.
 
 The model is a roofline over the operators that PyTorch's dispatcher sees (`memfit.capture.costs`). What
-copies over the bus, runs on the host, calls kernels past the dispatcher or wins by layout and fusion is not in it.
+copies over the bus, runs on the host, calls kernels past the dispatcher or wins by layout and fusion is not
+in it.
 """
 
 from __future__ import annotations
