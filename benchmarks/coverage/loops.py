@@ -383,7 +383,6 @@ CASES: Mapping[str, Case] = {
     "step in a CUDA graph": _case(graphed, on=FEW),
     "torch.compile": _case(compiled, on=EVERY),
     "torch.compile reduce-overhead": _case(partial(compiled, mode="reduce-overhead"), on=FEW),
-    "torch.compile max-autotune": _case(partial(compiled, mode="max-autotune-no-cudagraphs")),
     "torch.compile dynamic": _case(partial(compiled, dynamic=True)),
     "flex_attention": _case(flexible_attention, False),
     "flex_attention compiled": _case(flexible_attention, True, on=EVERY),
@@ -391,9 +390,6 @@ CASES: Mapping[str, Case] = {
     "fp8 product": Case(run=float8, on=EVERY, since="89"),
     "expandable segments": _case(
         plain, on=FEW, words=("python", "{}"), environment={_CONF: "expandable_segments:True"}
-    ),
-    "cudaMallocAsync": _case(
-        plain, on=FEW, words=("python", "{}"), environment={_CONF: "backend:cudaMallocAsync"}
     ),
     "torchrun": _case(plain, words=("torchrun", "--standalone", "--nproc-per-node=1", "{}")),
 }

@@ -55,7 +55,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A language model of two blocks."""
 
-    def __init__(self, width: int = 128, blocks: int = 2, vocabulary: int = 1000) -> None:
+    def __init__(self, width: int = 128, blocks: int = 2, vocabulary: int = 1024) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, 4) for _ in range(blocks))

@@ -115,6 +115,13 @@ def test_the_account_follows_what_the_script_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.dryrun
+def test_an_allocator_that_keeps_no_account_is_refused_in_a_line(tmp_path: Path) -> None:
+    conf = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    done = dryrun("--gpu", "a100-80gb", "--", str(SCRIPTS / "train.py"), folder=tmp_path, env=conf)
+    assert done.returncode == 6 and "leave the backend out" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.dryrun
 def test_a_killed_script_is_said_in_a_line(tmp_path: Path) -> None:
     done = dryrun("--gpu", "a100-80gb", "--", str(SCRIPTS / "train.py"), "--end", "kill", folder=tmp_path)
     assert done.returncode == 1

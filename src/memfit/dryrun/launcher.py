@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memfit.core.devices import GPU
-from memfit.core.errors import ToolFailure, UsageError
+from memfit.core.errors import CannotRunHere, ToolFailure, UsageError
 from memfit.dryrun.build import build_stub
 from memfit.dryrun.command import ScriptCommand
 from memfit.dryrun.confidence import KEPT
@@ -215,6 +216,7 @@ class Launch:
             environment.update(world.environment(self._settings.rank))
         if self._settings.mail is not None:
             environment[MAIL_VARIABLE] = str(self._settings.mail)
+        _check_allocator(environment)
         environment[RUN_VARIABLE] = self._run
         environment["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "")
         sources = str(Path(__file__).resolve().parents[2])
@@ -285,6 +287,16 @@ def _ask_to_end(process: subprocess.Popen[bytes], control: int, why: str) -> int
             f"the script did not end within {GRACE_SECONDS:g} s of being told to ({why}), and was killed; "
             "nothing is known of its memory"
         ) from None
+
+
+def _check_allocator(environment: Mapping[str, str]) -> None:
+    """Raises CannotRunHere where the script's allocator would not be PyTorch's, whose account is read."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if re.search(r"backend\s*:\s*cudaMallocAsync", environment.get(name, "")):
+            raise CannotRunHere(
+                f"{name}={environment[name]}: cudaMallocAsync is the driver's allocator, which keeps no "
+                "account of what it does; leave the backend out to learn of PyTorch's own"
+            )
 
 
 @contextlib.contextmanager

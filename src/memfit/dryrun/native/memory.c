@@ -62,7 +62,8 @@ API cudaError_t cudaFree(void *p) {
   account->frees += had;
   if (p) say("cudaFree(%p), used %zu\n", p, account->used_bytes);
   unlock();
-  return had || !p ? cudaSuccess : fail(cudaErrorInvalidValue);
+  if (had || !p) return cudaSuccess;
+  return cudaFreeHost(p) ? fail(cudaErrorInvalidValue) : cudaSuccess;  // managed memory is the host's
 }
 
 API cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
