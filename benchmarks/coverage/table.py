@@ -96,4 +96,4 @@ def _short(note: str) -> str:
     """What a note is about, without its figures and advice."""
     if note.startswith("CUDA library calls"):
         return "calls that did nothing: " + note.partition(": ")[2]
-    return re.sub(r" ?\(.*?\)", "", re.split(r"[:,;]", note)[0])
+    return re.split(r"[:,;]", re.sub(r" ?\(.*?\)", "", note))[0]
