@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "dryrun"))
-sys.path.insert(0, str(Path(__file__).resolve().parent / "coverage"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "dryrun_cases"))
 
 from case import EVERY, ONE, REFERENCE
 from coverage_cases import CASES as OPERATIONS
@@ -84,7 +84,7 @@ def jobs(folder: Path) -> Iterator[Job]:
     path.write_text(_in_one_script(), encoding="utf-8")
     for capability in EVERY:
         yield Job("all operations, one after the other", capability, (str(path),), True, "75")
-    script = str(HERE / "coverage" / "run_case.py")
+    script = str(HERE / "dryrun_cases" / "run_case.py")
     for name, case in CASES.items():
         words = [word.replace("{}", script) for word in case.words or (script,)]
         for capability in case.on:

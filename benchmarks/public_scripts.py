@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "coverage"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "dryrun_cases"))
 
 from public_data import MAKERS
 from table import short_notes, write_between

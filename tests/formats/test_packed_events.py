@@ -135,4 +135,4 @@ def test_a_long_history_takes_a_small_multiple_of_its_size(tmp_path: Path) -> No
         check=True,
     )
     short, long = map(int, done.stdout.split())
-    assert long - short < 5 * (sizes[1] - sizes[0]), "as dictionaries they would take seven times it"
+    assert long - short < 6 * (sizes[1] - sizes[0]), "as dictionaries they would take seven times it"

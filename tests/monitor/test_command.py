@@ -95,7 +95,7 @@ def test_a_running_job_is_found_by_itself_and_merged_with_the_driver(
     writer.write(Sample(time_seconds=time.time(), allocators=(rank,), host=HostSample(rss_bytes=1)))
     code, out, _ = run("-1")
     writer.close()
-    assert code == 0 and "train pid" in out and f"{os.getpid()} gpu0" in out
+    assert code == 0 and "train pid" in out and f"{os.getpid()} gpu0" in out, out
     assert "Tensors 10.00 GiB" in out and "Contexts, libraries 14.00 GiB" in out
     assert "other processes" not in out
 

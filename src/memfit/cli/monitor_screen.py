@@ -137,7 +137,8 @@ def sparkline(values: Sequence[float], *, top: float | None = None, columns: int
 def _allocators(status: Status) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("PyTorch", min_width=10)
-    for heading, width in _FIGURES.items():
+    growing = [trend for trend in status.trends.values() if trend.per_step is not None]
+    for heading, width in (_FIGURES | (_GROWTH if growing else {})).items():
         table.add_column(heading, justify="right", no_wrap=True, min_width=width)
     for one in status.sample.allocators:
         table.add_row(
@@ -148,17 +149,17 @@ def _allocators(status: Status) -> RenderableType:
             _size(one.inactive_split_bytes),
             _size(_peak(one)),
             "/".join(_count(count) or "?" for count in (one.alloc_retries, one.ooms)),
-            *_growth(status.trends.get(one.key)),
+            *(_growth(status.trends.get(one.key)) if growing else ()),
             style=None if one.alive else "dim",
         )
     return table
 
 
-_FIGURES = {
-    "step": 5, "tensors": 10, "cached": 10, "stranded": 10, "peak": 10, "retries/OOMs": 12, "per step": 10,
-    "full in": 9,
-}  # fmt: skip
+_FIGURES = {"step": 5, "tensors": 10, "cached": 10, "stranded": 10, "peak": 10, "retries/OOMs": 12}
 """The columns of the table of allocators, and how wide each is at least."""
+
+_GROWTH = {"per step": 10, "full in": 9}
+"""Further columns where growth is known: without them the table fits a terminal of 80 columns."""
 
 
 def _peak(one: AllocatorSample) -> int | None:
