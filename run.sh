@@ -10,6 +10,7 @@ usage() {
     cat <<'TEXT'
 ./run.sh          set up, then plan GPT-2 124M (batch 8, sequence 1024) for an RTX 3060 12 GB
 ./run.sh test     set up, then lint, types, all tests, and the portable engine with a CPU build of torch
+./run.sh slow     the tests that take long: whole plans, compiled models, jobs that lose a rank
 ./run.sh check    format, lint, types and the tests of this environment
 ./run.sh docs     build the documentation into site/
 ./run.sh setup    set up only
@@ -141,13 +142,13 @@ lint() {
 checks() {
     stage "ruff: lint and format" lint
     stage "mypy: types" .venv/bin/python -m mypy
-    stage "pytest: this environment" .venv/bin/python -m pytest -q -n 2
+    stage "pytest: this environment" .venv/bin/python -m pytest -q -n 2 -m "not slow"
 }
 
 # Only the parts that act otherwise with another build of torch; the rest is tested above.
 cpu_tests() {
     .venv-cpu/bin/python -m pytest -q -n 2 -m "not dryrun and not slow" \
-        tests/capture tests/planning tests/techniques tests/cli tests/test_face.py tests/test_manager.py
+        tests/capture tests/planning tests/cli tests/test_face.py tests/test_manager.py
 }
 
 portable_fit() {
@@ -171,6 +172,10 @@ test)
     stage "pytest: CPU build of torch" cpu_tests
     stage "memfit fit: CPU build of torch, portable engine" portable_fit
     report
+    ;;
+slow)
+    set_up_main
+    exec .venv/bin/python -m pytest -q -n 2 -m slow
     ;;
 check)
     set_up_main

@@ -86,6 +86,7 @@ def climbed(file: str) -> Ladder:
     )
 
 
+@pytest.mark.slow
 def test_each_rung_has_what_is_below_it(climbed: Ladder) -> None:
     names = ["plain", "gradient_checkpointing", "micro_batching", "mixed_precision", "low_memory_optimizer"]
     assert [rung.name for rung in climbed.climbed] == names

@@ -16,6 +16,7 @@ from memfit.distributed.watchdog import read_hangs
 from memfit.monitor.runs import read_records
 
 
+@pytest.mark.slow
 def test_a_job_survives_a_kill_and_goes_on_with_fewer_ranks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_plain_step_that_fits_is_left_alone() -> None:
     assert result.recompute_percent == result.lower_bound_percent == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.dryrun
 def test_levers_are_used_where_they_are_allowed() -> None:
     result = share_of_plain("gpt", 0.4, allow="reordered", verify=False)

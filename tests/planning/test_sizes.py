@@ -77,6 +77,7 @@ def test_lean_ways_leave_micro_batches_out() -> None:
     assert len(lean_ways(facts, "exact")) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.dryrun
 def test_one_sample_more_than_the_largest_batch_does_not_fit(tmp_path: Path) -> None:
     reference, budget = {"spec": f"{MODELS}:cnn", "folder": "."}, 128 * MIB

@@ -24,7 +24,9 @@ SIZE_BYTES = 4 * ELEMENTS
 def no_collection_by_itself() -> Iterator[None]:
     gc.collect()
     gc.disable()
+    gc.freeze()  # what other tests of this process have loaded need not be looked through
     yield
+    gc.unfreeze()
     gc.enable()
 
 
