@@ -49,7 +49,7 @@ def run(
     for doubt in configuration.warnings:
         typer.echo(f"memfit: warning: {doubt}", err=True)
     words = [
-        sys.executable, "-W", "ignore::UserWarning:memfit", "-m", "memfit.configuring.script",
+        sys.executable, "-m", "memfit.configuring.script",
         json.dumps({"places": places, "flags": set_ or []}), script.kind, script.target, *script.arguments,
     ]  # fmt: skip
     process = subprocess.Popen(words, env={**os.environ, **script.environment})

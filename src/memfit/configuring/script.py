@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit.configuring.configured import Configured, configure
+from memfit.config import load_configuration
+from memfit.configuring.configured import Configured
 from memfit.core.errors import MemfitError
 from memfit.dryrun.entry import run_as_main
 from memfit.techniques.base import bare_model
@@ -132,7 +133,8 @@ def main() -> None:
     _LOG.setLevel(logging.INFO)
     _LOG.propagate = False
     try:
-        configured = configure(None, None, *given["places"], flags=given["flags"])
+        configured = Configured(load_configuration(*given["places"], flags=given["flags"]))
+        configured.start()  # `memfit run` has told what is doubtful
         for line in configured.done:
             _LOG.info("%s", line)
         ScriptConfiguration(configured).install()
