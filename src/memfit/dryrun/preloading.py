@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,7 @@ class Preload:
             ToolFailure: An import started CUDA all the same.
         """
         for name in names:
-            with self._answering(sys.modules.get("torch")):
+            with self._answering(sys.modules.get("torch")), _quiet():
                 try:
                     importlib.import_module(name.removeprefix("?"))
                 except ImportError as problem:
@@ -96,6 +97,18 @@ class Preload:
             return value
 
         return answer
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch tells the authors of libraries: torchao registers types by a form that is ending."""
+    logger = logging.getLogger("torch.utils._pytree")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _described() -> DeviceProperties:
