@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from memfit.cli.children import run_child
 from memfit.cli.console import print_json, show
 from memfit.cli.exit_codes import EXIT_INTERRUPTED, EXIT_RUN_TIME_ERROR
 
@@ -98,14 +97,7 @@ def _run(
         json.dumps(settings), script.kind, script.target, *script.arguments,
     ]  # fmt: skip
     environment = {**os.environ, **script.environment}
-    process = subprocess.Popen(words, stdout=sys.stderr if output == "stderr" else None, env=environment)
-    while True:
-        try:
-            code = process.wait()
-            break
-        except KeyboardInterrupt:
-            continue  # the script has it as well, and ends in its own way
-    return EXIT_INTERRUPTED if code == -signal.SIGINT else code
+    return run_child(words, environment=environment, stdout=sys.stderr if output == "stderr" else None)
 
 
 def _load(folder: Path, code: int) -> Profile:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from memfit.cli.children import run_child
 from memfit.cli.exit_codes import EXIT_INTERRUPTED, EXIT_RUN_TIME_ERROR
 
 
@@ -52,13 +51,5 @@ def run(
         sys.executable, "-m", "memfit.configuring.script",
         json.dumps({"places": places, "flags": set_ or []}), script.kind, script.target, *script.arguments,
     ]  # fmt: skip
-    process = subprocess.Popen(words, env={**os.environ, **script.environment})
-    while True:
-        try:
-            code = process.wait()
-            break
-        except KeyboardInterrupt:
-            continue  # the script has it as well, and ends in its own way
-    if code in (-signal.SIGINT, EXIT_INTERRUPTED):
-        return EXIT_INTERRUPTED
-    return EXIT_RUN_TIME_ERROR if code else 0
+    code = run_child(words, environment={**os.environ, **script.environment})
+    return {0: 0, EXIT_INTERRUPTED: EXIT_INTERRUPTED}.get(code, EXIT_RUN_TIME_ERROR)
