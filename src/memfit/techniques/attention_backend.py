@@ -90,7 +90,7 @@ class AttentionBackend(Technique):
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
         from memfit.techniques.attention_forward import AttentionForward
-        from memfit.techniques.mixed_precision_policy import set_forwards
+        from memfit.techniques.replaced_forward import set_forwards
 
         refuse_second(model, AttentionBackend)
         for technique in applied_techniques(model):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from memfit.techniques.mixed_precision_policy import ReplacedForward
+from memfit.techniques.replaced_forward import ReplacedForward
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -8,8 +8,6 @@ pickled with it.
 
 from __future__ import annotations
 
-import inspect
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -21,13 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit.techniques.key_value_caches import CacheSeed, is_cache, seed_of
 from memfit.techniques.module_state import BlockMemory, StateWatch
+from memfit.techniques.replaced_forward import ReplacedForward
 from memfit.techniques.saved_operations import SavedOperations
 from memfit.techniques.selective import Replay, selective_modes
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-class CheckpointedForward:
+class CheckpointedForward(ReplacedForward):
     """Runs a block's own forward under activation checkpointing whenever gradients are recorded.
 
     Args:
@@ -44,32 +43,14 @@ class CheckpointedForward:
         saves: tuple[str, ...] = (),
         previous: Callable[..., Any] | None = None,
     ) -> None:
-        self._block = weakref.ref(block)
+        super().__init__(block, previous)
         self.name = name
         self.saves = saves
         self._saved = SavedOperations.parse(saves, place=f"block {name!r}") if saves else None
-        self._previous = previous
         self._memory = BlockMemory(name=name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CheckpointedForward, (self._block(), self.name, self.saves, self._previous)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original())
-
-    @property
-    def previous(self) -> Callable[..., Any] | None:
-        return self._previous
-
-    def original(self) -> Callable[..., Any]:
-        """The block's forward without checkpointing."""
-        if self._previous is not None:
-            return self._previous
-        block = self._block()
-        assert block is not None, "a forward outlived its block"
-        forward: Callable[..., Any] = type(block).forward.__get__(block)
-        return forward
+        return CheckpointedForward, (self._module(), self.name, self.saves, self._previous)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = self.original()
@@ -85,7 +66,7 @@ class CheckpointedForward:
 
     @_disable_dynamo
     def _checkpointed(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        block = self._block()
+        block = self._module()
         assert block is not None, "a forward outlived its block"
         arguments = _Arguments(block, self.name, args, kwargs)
 

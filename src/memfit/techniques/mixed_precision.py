@@ -314,11 +314,8 @@ def _no_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _set_forwards(model: nn.Module, kept: Mapping[str, nn.Module], run: MixedPrecisionRun) -> Undo:
-    from memfit.techniques.mixed_precision_policy import (
-        FullPrecisionForward,
-        LowPrecisionForward,
-        set_forwards,
-    )
+    from memfit.techniques.mixed_precision_policy import FullPrecisionForward, LowPrecisionForward
+    from memfit.techniques.replaced_forward import set_forwards
 
     root = bare_model(model)
     modules = {id(module): module for module in kept.values() if module is not root}

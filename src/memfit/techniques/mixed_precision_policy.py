@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-import inspect
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from memfit.core.errors import UsageError
 from memfit.techniques.autocast_state import autocast_dtype, without_autocast
-from memfit.techniques.base import Undo
+from memfit.techniques.replaced_forward import ReplacedForward
 
 LOW = (torch.float16, torch.bfloat16)
 _KEPT_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Softmax, nn.LogSoftmax, _Loss)
@@ -81,35 +79,6 @@ def _tensor_names(model: nn.Module) -> Iterator[str]:
         yield name
     for name, _ in model.named_buffers(remove_duplicate=False):
         yield name
-
-
-class ReplacedForward:
-    """A forward set on a module's instance: refers to its module weakly, is copied and pickled with it."""
-
-    def __init__(self, module: nn.Module, previous: Callable[..., Any] | None = None) -> None:
-        self._module = weakref.ref(module)
-        self._previous = previous
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self._previous)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original())
-
-    @property
-    def previous(self) -> Callable[..., Any] | None:
-        """The forward that was set on the instance before, if any."""
-        return self._previous
-
-    def original(self) -> Callable[..., Any]:
-        """The forward that this one replaces."""
-        if self._previous is not None:
-            return self._previous
-        module = self._module()
-        assert module is not None, "a forward outlived its module"
-        forward: Callable[..., Any] = type(module).forward.__get__(module)
-        return forward
 
 
 class FullPrecisionForward(ReplacedForward):
@@ -176,30 +145,6 @@ class _FullPrecisionFunctions(TorchFunctionMode):
             args = tuple(_raised(value) for value in args)
             kwargs = {key: _raised(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
-
-
-def set_forwards(forwards: Iterable[tuple[nn.Module, ReplacedForward]]) -> Undo:
-    """Puts each forward on its module; gives back what takes them off again. Holds the modules weakly."""
-    placed = []
-    for module, forward in forwards:
-        module.forward = forward  # type: ignore[assignment]
-        placed.append((weakref.ref(module), forward))
-
-    def undo() -> None:
-        for reference, forward in reversed(placed):
-            module = reference()
-            if module is None:
-                continue
-            if vars(module).get("forward") is not forward:
-                raise UsageError(
-                    f"the forward of a {type(module).__name__} was replaced after mixed precision was "
-                    "applied; take that replacement back first"
-                )
-            del module.forward
-            if forward.previous is not None:
-                module.forward = forward.previous
-
-    return undo
 
 
 def _device_type(args: Any, kwargs: Any) -> str | None:

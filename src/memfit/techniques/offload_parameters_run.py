@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +12,7 @@ from torch._compile import _disable_dynamo
 from memfit.core.errors import UsageError
 from memfit.techniques.base import Undo
 from memfit.techniques.offload_parameters import check_device
+from memfit.techniques.replaced_forward import ReplacedForward
 from memfit.techniques.saved_tensors import AsItIs, is_recomputed
 
 if TYPE_CHECKING:
@@ -208,29 +207,19 @@ class Car:
             self._there = None
 
 
-class VisitingForward:
+class VisitingForward(ReplacedForward):
     """The forward of a block whose parameters are on the device while it runs."""
 
     def __init__(self, block: nn.Module, car: Car) -> None:
-        self._block = weakref.ref(block)
+        super().__init__(block)
         self._car = car
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise UsageError("parameter_offload: undo before copying a model whose parameters are elsewhere")
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._original())
-
-    def _original(self) -> Callable[..., Any]:
-        block = self._block()
-        assert block is not None, "a forward outlived its block"
-        forward: Callable[..., Any] = type(block).forward.__get__(block)
-        return forward
-
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        car, original = self._car, self._original()
+        car, original = self._car, self.original()
         if torch._C._current_graph_task_id() != -1:  # run again by checkpointing
             there = car.for_backward()
         else:

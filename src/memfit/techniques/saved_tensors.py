@@ -8,7 +8,6 @@ in place before the backward pass, as without the technique.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.techniques.base import Undo
+from memfit.techniques.replaced_forward import ReplacedForward
 
 _WIDEST_STORAGE = 16
 """A storage this many times larger than the tensor that is saved of it stays as it is."""
@@ -154,7 +154,7 @@ def _whole(tensor: Tensor) -> Tensor:
         return empty.set_(storage, 0, (numel,), (1,))
 
 
-class SavingForward:
+class SavingForward(ReplacedForward):
     """The forward of a block whose saved tensors a keeper keeps: set on the instance, as checkpointing's is.
 
     Args:
@@ -167,27 +167,13 @@ class SavingForward:
     def __init__(
         self, block: nn.Module, name: str, keeper: Keeper, previous: Callable[..., Any] | None = None
     ) -> None:
-        self._block = weakref.ref(block)
+        super().__init__(block, previous)
         self.name = name
         self.keeper = keeper
-        self.previous = previous
         self._known: _Known = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SavingForward, (self._block(), self.name, self.keeper, self.previous)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original())
-
-    def original(self) -> Callable[..., Any]:
-        """The block's forward without the hooks."""
-        if self.previous is not None:
-            return self.previous
-        block = self._block()
-        assert block is not None, "a forward outlived its block"
-        forward: Callable[..., Any] = type(block).forward.__get__(block)
-        return forward
+        return SavingForward, (self._module(), self.name, self.keeper, self.previous)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = self.original()
@@ -199,7 +185,7 @@ class SavingForward:
     def _hooked(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if is_recomputed():
             return original(*args, **kwargs)
-        block = self._block()
+        block = self._module()
         assert block is not None, "a forward outlived its block"
         own = [*block.parameters(), *block.buffers()]
         hooks = SavedTensors(self.keeper, self.name, own, self._known)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.techniques.base import Undo
-from memfit.techniques.mixed_precision_policy import ReplacedForward, set_forwards
+from memfit.techniques.replaced_forward import ReplacedForward, set_forwards
 
 
 class CutForward(ReplacedForward):
