@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -105,9 +106,10 @@ def _rank(rank: int, ranks: int, port: int, pipe: Any, function: Callable[..., A
 
     torch.set_num_threads(1)
     try:
-        pipe.send(function(*arguments))
+        # By value: multiprocessing would fetch tensors from their rank, which may have ended by then.
+        pipe.send_bytes(pickle.dumps(function(*arguments)))
     except BaseException:
-        pipe.send(Failure(traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps(Failure(traceback.format_exc())))
         os._exit(1)
     if dist.is_initialized():
         dist.barrier()
@@ -126,7 +128,7 @@ def _results(processes: Sequence[Any], pipes: Sequence[Any]) -> list[Any]:
             _kill(processes)
         for number in [n for n, pipe in open_pipes.items() if pipe in ready]:
             try:
-                results[number] = open_pipes[number].recv()
+                results[number] = pickle.loads(open_pipes[number].recv_bytes())
             except EOFError:
                 open_pipes.pop(number)
         for number in [n for n in running if processes[n].sentinel in ready]:
@@ -137,7 +139,7 @@ def _results(processes: Sequence[Any], pipes: Sequence[Any]) -> list[Any]:
     for number, pipe in open_pipes.items():  # what came between the last look and the end
         with contextlib.suppress(EOFError):
             while pipe.poll():
-                results[number] = pipe.recv()
+                results[number] = pickle.loads(pipe.recv_bytes())
     for pipe in pipes:
         pipe.close()
     return results
