@@ -102,6 +102,16 @@ TRANSLATING: Mapping[str, dict[str, Any]] = {
         "decoder_ffn_dim": 256,
         "vocab_size": 1000,
     },
+    "switch_transformers": {
+        "d_model": 128,
+        "d_ff": 256,
+        "d_kv": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_experts": 4,
+        "vocab_size": 1000,
+        "decoder_start_token_id": 0,
+    },
 }
 SEEING: Mapping[str, dict[str, Any]] = {
     "vit": _VISION,
@@ -181,6 +191,14 @@ def listening(kind: str) -> None:
     train(model, lambda: model(input_values=sound, labels=labels).loss)
 
 
+def hearing() -> None:
+    """Sounds as pictures."""
+    changes = {**_VISION, "max_length": 128, "num_mel_bins": 64}
+    model = _made("audio-spectrogram-transformer", changes, "AutoModelForAudioClassification")
+    sound, labels = torch.randn(2, 128, 64, device="cuda"), torch.randint(2, (2,), device="cuda")
+    train(model, lambda: model(input_values=sound, labels=labels).loss)
+
+
 def clip() -> None:
     from transformers import CLIPConfig, CLIPModel
 
@@ -207,5 +225,6 @@ CASES: Mapping[str, Case] = {
         for kind in kinds
     },
     "transformers whisper": Case(run=whisper, on=ONE),
+    "transformers audio-spectrogram-transformer": Case(run=hearing, on=ONE),
     "transformers clip": Case(run=clip, on=ONE),
 }

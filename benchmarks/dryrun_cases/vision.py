@@ -43,7 +43,8 @@ def detection(name: str) -> None:
     boxes = torch.tensor([[10.0, 10.0, 60.0, 60.0], [30.0, 20.0, 120.0, 100.0]], device="cuda")
     masks = torch.zeros(2, 160, 200, dtype=torch.uint8, device="cuda")
     labels = torch.tensor([1, 2], device="cuda")
-    targets = [{"boxes": boxes, "labels": labels, "masks": masks} for _ in images]
+    points = torch.ones(2, 17, 3, device="cuda")
+    targets = [{"boxes": boxes, "labels": labels, "masks": masks, "keypoints": points} for _ in images]
     train(model, lambda: sum(model(images, targets).values()), autocast=None, steps=1)
     model.eval()
     with torch.no_grad():
@@ -174,10 +175,19 @@ CASES: Mapping[str, Case] = {
     "torchvision, every classifier": Case(run=every_classifier, on=ONE),
     **{
         f"torchvision {name}": Case(run=partial(detection, name), on=ONE)
-        for name in ("fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn", "retinanet_resnet50_fpn")
+        for name in (
+            "fasterrcnn_resnet50_fpn",
+            "fcos_resnet50_fpn",
+            "keypointrcnn_resnet50_fpn",
+            "maskrcnn_resnet50_fpn",
+            "retinanet_resnet50_fpn",
+            "ssdlite320_mobilenet_v3_large",
+        )
     },
-    "torchvision deeplabv3_resnet50": Case(run=partial(segmentation, "deeplabv3_resnet50"), on=ONE),
-    "torchvision fcn_resnet50": Case(run=partial(segmentation, "fcn_resnet50"), on=ONE),
+    **{
+        f"torchvision {name}": Case(run=partial(segmentation, name), on=ONE)
+        for name in ("deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large")
+    },
     "torchvision video r3d_18": Case(run=video, on=ONE),
     "diffusion U-Net fp32": Case(run=partial(diffusion, None)),
     "diffusion U-Net bf16": Case(run=partial(diffusion, torch.bfloat16), on=EVERY),
