@@ -1,0 +1,1 @@
+"""The predictions held against what others measured on real GPUs: ``python benchmarks/prediction``."""

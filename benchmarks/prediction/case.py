@@ -1,0 +1,107 @@
+"""A row that somebody measured, and what is run to predict it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+
+Counter = Literal["reading", "requested", "allocated", "reserved", "device"]
+"""What is compared: the figure that the script reads itself (see `scripts/reading.py`), one of the whole run's
+three peaks, or what nvidia-smi would show at the peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsFile:
+    """One file of rows.
+
+    Args:
+        name: of the file, without its ending.
+        head: everything beside the rows: ``source``, ``repo``, ``commit``, ``counter`` …
+        rows: the rows, in the file's order.
+    """
+
+    name: str
+    head: Mapping[str, Any]
+    rows: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How one row is rebuilt.
+
+    Args:
+        row: as it is in the file.
+        name: what tables call it.
+        excluded: why it is not predicted; then nothing below matters.
+        script: a file of `scripts/`.
+        words: its arguments.
+        gpu: as ``memfit gpus`` lists them.
+        counter: which figure of the run the row is held against.
+        above: a second figure of the run that is taken off (``"context"``: the CUDA context), or "".
+        environment: variables to set.
+        world_size: processes in the job of which rank 0 is run.
+        portable: whether the script can be run by the portable engine too.
+        note: what is known to differ from what was measured; shown beside the error.
+        resolution_bytes: how finely the row's figure was printed.
+    """
+
+    row: Mapping[str, Any]
+    name: str
+    excluded: str = ""
+    script: str = ""
+    words: tuple[str, ...] = ()
+    gpu: str = ""
+    counter: Counter = "reading"
+    above: Literal["", "context"] = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    world_size: int | None = None
+    portable: bool = False
+    note: str = ""
+    resolution_bytes: int = 1
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """None where the row says that memory ran out."""
+        return None if self.row.get("oom") else int(self.row["measured_bytes"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Rows of one origin.
+
+    Args:
+        name: of its files, and for ``--source``.
+        title: what its files say under ``source``.
+        goal: in words, for the table.
+        goal_percent: a row that is further off misses the goal.
+        workloads: one case for each row of a file, in the same order.
+    """
+
+    name: str
+    title: str
+    goal: str
+    goal_percent: float
+    workloads: Callable[[RowsFile], Sequence[Case]]
+
+    def has(self, file: RowsFile) -> bool:
+        """Whether a file has rows of this origin."""
+        return file.name == self.name or file.head.get("source") == self.title
+
+    def cases(self, file: RowsFile) -> list[Case]:
+        """`workloads`, of which none may be lost."""
+        cases = list(self.workloads(file))
+        if [case.row for case in cases] != list(file.rows):
+            raise AssertionError(f"{self.name} gave {len(cases)} cases for {len(file.rows)} rows, or others")
+        return cases
+
+
+def left_out(file: RowsFile, reason: str) -> list[Case]:
+    """Cases for rows that cannot be rebuilt."""
+    return [
+        Case(row=row, name=f"{file.name} {number}", excluded=reason)
+        for number, row in enumerate(file.rows, 1)
+    ]

@@ -1,0 +1,11 @@
+"""Who can rebuild which rows: one file for each source, and this table of them."""
+
+from __future__ import annotations
+
+from prediction.case import Source
+from prediction.sources import apple_cce, not_rebuilt
+
+SOURCES: tuple[Source, ...] = (
+    apple_cce.SOURCE,
+    *not_rebuilt.SOURCES,
+)
