@@ -34,8 +34,10 @@ class Outcome:
     @property
     def rounded(self) -> bool:
         """Whether the prediction is what was measured, as finely as that was printed."""
-        apart = abs((self.error or 0.0) * (self.case.measured_bytes or 0))
-        return self.error is not None and apart <= self.case.resolution_bytes / 2
+        run, measured = self.dryrun or self.portable, self.case.measured_bytes
+        if run is None or run.predicted_bytes is None or measured is None:
+            return False
+        return 2 * abs(run.predicted_bytes - measured) <= self.case.resolution_bytes
 
 
 def relative_error(case: Case, prediction: Prediction | None) -> float | None:

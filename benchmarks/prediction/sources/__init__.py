@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from prediction.case import Source
-from prediction.sources import apple_cce, not_rebuilt
+from prediction.sources import apple_cce, liger_kernel, not_rebuilt
 
 SOURCES: tuple[Source, ...] = (
     apple_cce.SOURCE,
+    liger_kernel.SOURCE,
     *not_rebuilt.SOURCES,
 )
