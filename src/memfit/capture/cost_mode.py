@@ -50,12 +50,16 @@ class CostMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self.count(func, args, kwargs, out)
+        return out
+
+    def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """One operator that has run, for whoever sees it in another way than by this mode."""
         if func.namespace == "prim":
-            return out
+            return
         call = OpCall(func, args, kwargs, out)
         if any(tensor.device.type == self.device_type for tensor in (*call.operands, *call.results)):
             self._add(call)
-        return out
 
     def _add(self, call: OpCall) -> None:
         flops, share, moved, dtype = call.work()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memfit.distributed.memory_state import MemoryStatistics, OutOfDistributedMemory
     from memfit.distributed.sharding import ShardedBlock
     from memfit.distributed.synchronization import MemorySynchronization, Synchronized
+    from memfit.distributed.verification import VerifiedOnRanks, verify
     from memfit.distributed.wrapping import wrap
 
 __all__ = [
@@ -37,9 +38,11 @@ __all__ = [
     "OutOfDistributedMemory",
     "ShardedBlock",
     "Synchronized",
+    "VerifiedOnRanks",
     "compare_with_one_process",
     "measured_balance",
     "measured_speeds",
+    "verify",
     "wrap",
 ]
 
@@ -53,6 +56,7 @@ _HOME = {
     "memory_state": ("MemoryStatistics", "OutOfDistributedMemory"),
     "sharding": ("ShardedBlock",),
     "synchronization": ("MemorySynchronization", "Synchronized"),
+    "verification": ("VerifiedOnRanks", "verify"),
     "wrapping": ("wrap",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -11,7 +11,8 @@ from torch import nn
 
 from memfit.core.errors import UsageError
 from memfit.distributed import groups
-from memfit.distributed.wrapping import MakeOptimizer, Strategy, wrap
+from memfit.distributed.strategies import strategy_named
+from memfit.distributed.wrapping import MakeOptimizer, wrap
 from memfit.planning.plan import Plan
 
 TOLERANCE = 1e-6
@@ -35,7 +36,7 @@ class Agreement:
         tolerance: what either error may be.
     """
 
-    strategy: Strategy
+    strategy: str
     ranks: int
     steps: int
     bitwise: bool
@@ -65,7 +66,7 @@ def compare_with_one_process(
     batches: Sequence[torch.Tensor],
     *,
     optimizer: MakeOptimizer,
-    strategy: Strategy = "ddp",
+    strategy: str = "ddp",
     plan: Plan | None = None,
     tolerance: float = TOLERANCE,
     seed: int = 0,
@@ -88,12 +89,13 @@ def compare_with_one_process(
         UsageError: a batch that cannot be divided evenly.
     """
     groups.join()
-    ranks = groups.world_size()
-    if any(len(batch) % ranks for batch in batches):
-        raise UsageError(f"each batch must divide evenly over {ranks} ranks, not {[len(b) for b in batches]}")
+    chosen = strategy_named(strategy, groups.world_size())
+    parts = chosen.data_ranks
+    if any(len(batch) % parts for batch in batches):
+        raise UsageError(f"each batch must divide evenly over {parts} ranks, not {[len(b) for b in batches]}")
     torch.manual_seed(seed)
     model, made = wrap(build(), plan=plan, strategy=strategy, optimizer=optimizer)
-    own = [batch.tensor_split(ranks)[groups.rank()] for batch in batches]
+    own = [batch.tensor_split(parts)[groups.rank() // chosen.tensor] for batch in batches]
     many = _trained(model, made, loss, own)
     torch.manual_seed(seed)
     plain = build().to(groups.own_device())
@@ -130,7 +132,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _agreement(
     one: Mapping[str, torch.Tensor],
     many: Mapping[str, torch.Tensor],
-    strategy: Strategy,
+    strategy: str,
     steps: int,
     tolerance: float,
 ) -> Agreement:

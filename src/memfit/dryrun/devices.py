@@ -22,6 +22,7 @@ def _library() -> Any:
     library.memfit_used_devices.restype = ctypes.c_uint64
     library.memfit_estimates.restype = ctypes.c_char_p
     library.memfit_estimate_bytes.restype = ctypes.c_size_t
+    library.memfit_traffic.restype = ctypes.c_char_p
     return library
 
 
@@ -66,3 +67,14 @@ def last_reduction() -> int:
     """How this thread's last NCCL reduction combines the ranks: 0 sum, 1 product, 2 most, 3 least, 4 mean."""
     library = _library()
     return 0 if library is None else int(library.memfit_last_reduction())
+
+
+def traffic() -> dict[str, tuple[int, int, int]]:
+    """What this process gave to NCCL's collectives so far, by kind.
+
+    Of each kind: calls, bytes of this rank's own (of an all-gather its part, of the others the whole tensor),
+    and bytes that it sends to other ranks where they stand in a ring.
+    """
+    library = _library()
+    found = {} if library is None else json.loads(library.memfit_traffic())
+    return {kind: (calls, own, sent) for kind, (calls, own, sent) in found.items()}

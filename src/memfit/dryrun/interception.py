@@ -58,6 +58,11 @@ def intercept(handler: Handler) -> None:
     _set_key(_KEY, True)
 
 
+def current_handler() -> Handler | None:
+    """Who is told now; to be called by a handler that is put in its place for a while."""
+    return _State.handler
+
+
 def resume() -> None:
     """In a fork of a process that intercepts: go on as there. Forks do not by themselves."""
     if _State.handler is not None:

@@ -39,7 +39,7 @@ mantissa)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scale:
+class Scale:
     """How the workload is scaled down: what `build_step` is told, how many samples, and which blocks stay."""
 
     text: str
@@ -72,13 +72,13 @@ def compare(
 ) -> Verified:
     """Runs both and compares. Raises what the workload raises."""
     cut = micro_batch_count(techniques) > 1
-    with _one_thread(), _no_dropout() if cut else nullcontext():
-        scale = _scale_for(workload, techniques)
+    with one_thread(), without_dropout() if cut else nullcontext():
+        scale = scale_for(workload, techniques)
         plain = _run(workload, scale, (), seed)
         planned = _run(workload, scale, techniques, seed)
     differences = [name for name in (plain | planned) if not _same_bits(plain.get(name), planned.get(name))]
-    error = _largest_error(plain, planned) if differences else 0.0
-    tolerance = 0.0 if exactness == "exact" else _tolerance(workload, plain)
+    error = largest_error(plain, planned) if differences else 0.0
+    tolerance = 0.0 if exactness == "exact" else tolerance_of(workload, plain)
     passed: bool | None = not differences or (exactness == "reordered" and error <= tolerance)
     reason = None
     if exactness == "approximate" and differences:
@@ -97,7 +97,7 @@ def compare(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One thread: sums over several may come in another order from run to run."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -108,7 +108,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _run(
-    workload: Workload, scale: _Scale, techniques: Sequence[Settings], seed: int
+    workload: Workload, scale: Scale, techniques: Sequence[Settings], seed: int
 ) -> dict[str, torch.Tensor]:
     """All that is compared, by name, after running the steps with ``techniques`` applied."""
     losses: list[torch.Tensor] = []
@@ -126,8 +126,8 @@ def _run(
         size="small" if scale.size == "small" else "full",
         seed=seed,
     )
-    _scale_down(step, scale)
-    apply_settings(_renamed(techniques, scale), step.model, step.optimizer)
+    scale_down(step, scale)
+    apply_settings(renamed_blocks(techniques, scale), step.model, step.optimizer)
     step.micro_batches = min(micro_batch_count(techniques), sample_count(step.batch))
     seen: dict[str, torch.Tensor] = {}
     for number in range(STEPS):
@@ -159,7 +159,7 @@ def _mean(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Ten
 
 
 @contextmanager
-def _no_dropout() -> Iterator[None]:
+def without_dropout() -> Iterator[None]:
     """Dropout as with probability 0, wherever a model calls it through ``torch.nn.functional``."""
     names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
     attention = functional.scaled_dot_product_attention
@@ -202,7 +202,7 @@ def _equal_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
-def _largest_error(plain: Mapping[str, torch.Tensor], planned: Mapping[str, torch.Tensor]) -> float:
+def largest_error(plain: Mapping[str, torch.Tensor], planned: Mapping[str, torch.Tensor]) -> float:
     """The largest relative error among losses, gradients and buffers, and of all parameters together at the
     end.
 
@@ -240,25 +240,26 @@ def _size(tensors: Sequence[torch.Tensor]) -> float:
     return (total / count) ** 0.5 if count else 0.0
 
 
-def _tolerance(workload: Workload, seen: Mapping[str, torch.Tensor]) -> float:
+def tolerance_of(workload: Workload, seen: Mapping[str, torch.Tensor]) -> float:
+    """The relative error that another order of sums may make, by the precision that is computed in."""
     low = workload.precision != "fp32" or any(
         tensor.dtype in (torch.bfloat16, torch.float16) for tensor in seen.values()
     )
     return TOLERANCES["low" if low else "fp32"]
 
 
-def _scale_for(workload: Workload, techniques: Sequence[Settings]) -> _Scale:
+def scale_for(workload: Workload, techniques: Sequence[Settings]) -> Scale:
     """The largest form of the workload that the host can hold twice."""
     if takes_size(workload):
-        return _Scale(text="the workload's small form", size="small")
+        return Scale(text="the workload's small form", size="small")
     with torch.device("meta"):
         model = workload.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters * 16 < _available_bytes() / 2:
-        return _Scale(text=f"the whole model, batch cut to {SAMPLES}", samples=SAMPLES)
+        return Scale(text=f"the whole model, batch cut to {SAMPLES}", samples=SAMPLES)
     keep = _one_of_each(model, techniques)
     kept = ", ".join(keep)
-    return _Scale(text=f"one block of each kind ({kept}), batch cut to {SAMPLES}", samples=SAMPLES, keep=keep)
+    return Scale(text=f"one block of each kind ({kept}), batch cut to {SAMPLES}", samples=SAMPLES, keep=keep)
 
 
 def _available_bytes() -> int:
@@ -286,7 +287,7 @@ def _treatments(techniques: Sequence[Settings]) -> dict[str, Any]:
     return {name: saves for settings in techniques for name, saves in (settings.get("blocks") or {}).items()}
 
 
-def _scale_down(step: TrainingStep, scale: _Scale) -> None:
+def scale_down(step: TrainingStep, scale: Scale) -> None:
     """Cuts the batch, and all blocks but the kept ones out of their containers."""
     if scale.samples is not None:
         step.batch = tree_map(
@@ -311,7 +312,7 @@ def _scale_down(step: TrainingStep, scale: _Scale) -> None:
         group["params"] = [parameter for parameter in group["params"] if parameter in left]
 
 
-def _renamed(techniques: Sequence[Settings], scale: _Scale) -> tuple[Settings, ...]:
+def renamed_blocks(techniques: Sequence[Settings], scale: Scale) -> tuple[Settings, ...]:
     """The settings for the model that is left when only some blocks stay."""
     if scale.keep is None:
         return tuple(techniques)

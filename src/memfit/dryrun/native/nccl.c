@@ -4,6 +4,7 @@
 // to the device. nccl.h needs nothing but these.
 #include "stub.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -112,27 +113,83 @@ static int reduce(int operation) {
   reduction = operation;
   return DONE;
 }
+
+// What this process gives to collectives, by kind: how often, how many bytes of its own, and how many it sends to other
+// ranks where they stand in a ring, which is how bandwidth is used best (Patarasuk and Yuan 2009).
+typedef enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, SEND, KINDS } Kind;
+static const char *const kind_names[KINDS] = {"all_reduce", "all_gather", "reduce_scatter",
+                                              "broadcast",  "reduce",     "send"};
+static struct {
+  unsigned long long calls, own_bytes, sent_bytes;
+} traffic[KINDS];
+
+// Sizes of NCCL's types by number: int8, uint8, int32, uint32, int64, uint64, fp16, fp32, fp64, bf16, two of fp8.
+static size_t bytes_of(size_t count, int type) {
+  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+  return type >= 0 && type < (int)(sizeof sizes / sizeof *sizes) ? count * sizes[type] : 0;
+}
+
+static void note_traffic(Kind kind, const Communicator *communicator, size_t own_bytes) {
+  size_t others = communicator->ranks - 1, ranks = communicator->ranks, sent = own_bytes;
+  if (kind == ALL_REDUCE) sent = 2 * own_bytes / ranks * others;
+  if (kind == ALL_GATHER) sent = own_bytes * others;
+  if (kind == REDUCE_SCATTER) sent = own_bytes / ranks * others;
+  lock();
+  traffic[kind].calls++;
+  traffic[kind].own_bytes += own_bytes;
+  traffic[kind].sent_bytes += others ? sent : 0;
+  unlock();
+}
+
+API const char *memfit_traffic(void) {
+  static char text[1024];
+  size_t used = 0;
+  lock();
+  for (int kind = 0; kind < KINDS; kind++)
+    used += snprintf(text + used, sizeof text - used, "%s\"%s\": [%llu, %llu, %llu]", kind ? ", " : "{",
+                     kind_names[kind], traffic[kind].calls, traffic[kind].own_bytes, traffic[kind].sent_bytes);
+  snprintf(text + used, sizeof text - used, "}");
+  unlock();
+  return text;
+}
+
 API int ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, Communicator *communicator,
                       cudaStream_t stream) {
+  note_traffic(ALL_REDUCE, communicator, bytes_of(count, type));
   return reduce(operation);
 }
 API int ncclReduceScatter(const void *from, void *to, size_t count, int type, int operation,
                           Communicator *communicator, cudaStream_t stream) {
+  note_traffic(REDUCE_SCATTER, communicator, bytes_of(count, type) * communicator->ranks);
   return reduce(operation);
 }
 API int ncclReduce(const void *from, void *to, size_t count, int type, int operation, int root,
                    Communicator *communicator, cudaStream_t stream) {
+  note_traffic(REDUCE, communicator, bytes_of(count, type));
   return reduce(operation);
+}
+API int ncclAllGather(const void *from, void *to, size_t count, int type, Communicator *communicator,
+                      cudaStream_t stream) {
+  note_traffic(ALL_GATHER, communicator, bytes_of(count, type));
+  return DONE;
+}
+API int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Communicator *communicator,
+                      cudaStream_t stream) {
+  note_traffic(BROADCAST, communicator, bytes_of(count, type));
+  return DONE;
+}
+API int ncclBcast(void *buffer, size_t count, int type, int root, Communicator *communicator, cudaStream_t stream) {
+  return ncclBroadcast(buffer, buffer, count, type, root, communicator, stream);
+}
+API int ncclSend(const void *from, size_t count, int type, int peer, Communicator *communicator, cudaStream_t stream) {
+  if (peer != communicator->rank) note_traffic(SEND, communicator, bytes_of(count, type));
+  return DONE;
 }
 EXPORT_CONSTANT(ncclCommFinalize, DONE)
 EXPORT_CONSTANT(ncclGroupStart, DONE)
 EXPORT_CONSTANT(ncclGroupEnd, DONE)
-EXPORT_CONSTANT(ncclAllGather, DONE)
-EXPORT_CONSTANT(ncclBroadcast, DONE)
-EXPORT_CONSTANT(ncclBcast, DONE)
 EXPORT_CONSTANT(ncclGather, DONE)
 EXPORT_CONSTANT(ncclAlltoAll, DONE)
-EXPORT_CONSTANT(ncclSend, DONE)
 EXPORT_CONSTANT(ncclRecv, DONE)
 EXPORT_CONSTANT(ncclRedOpDestroy, DONE)
 EXPORT_CONSTANT(ncclCommDeregister, DONE)
