@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +59,29 @@ def loss(model, ids):
 
 def workload():
     return Workload(name="words", model=Model, batch=batch, loss=loss)
+"""
+FAULTY = """
+from dataclasses import dataclass
+from typing import ClassVar
+from memfit.techniques import TECHNIQUES, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulty(Technique):
+    name: ClassVar[str] = "faulty"
+
+    def exactness(self, model):
+        return "exact"
+
+    def change(self, model, optimizer):
+        model.embed = None
+        return {}["a"]
+
+    def estimate(self, graph, model=None):
+        return {}["a"]
+
+
+TECHNIQUES["faulty"] = Faulty
 """
 STEPS, SEEDS = 4, 2
 
@@ -206,6 +230,19 @@ def test_exact_techniques_come_first_and_those_beyond_the_grade_are_named() -> N
     assert len(left_out) == 1 and "lora" in left_out[0]
     applied = in_order_of_application([{"technique": "mixed_precision"}, {"technique": "lora"}])
     assert [s["technique"] for s in applied] == ["lora", "mixed_precision"]
+
+
+def test_a_technique_with_a_fault_is_a_rung_of_its_own(file: str, tmp_path: Path) -> None:
+    """A user's own, in the workload's file: its exception is the reason, and the others stay on the list."""
+    path = tmp_path / "faulty.py"
+    path.write_text(SOURCE + FAULTY)
+    climbed = memfit.ladder(
+        f"{path}:workload", device="cpu", quality=False, steps=1, techniques=["faulty", "micro_batching"]
+    )
+    plain, faulty, micro = climbed.rungs
+    assert faulty.skipped is not None and "KeyError" in faulty.skipped
+    assert micro.skipped is None and micro.exactness == "reordered"
+    assert plain.peak_bytes is not None and plain.peak_bytes > (micro.peak_bytes or 0) > 0
 
 
 def test_techniques_are_read_from_texts_settings_and_objects() -> None:

@@ -4,7 +4,12 @@ used."""
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +19,8 @@ from technique_models import CASES, GPT
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.core.errors import UsageError
-from memfit.techniques import ChunkedCrossEntropy, undo
+from memfit.core.errors import CannotRunHere, UsageError
+from memfit.techniques import ChunkedCrossEntropy, LoRA, undo
 from memfit.techniques.chunked_cross_entropy import find_output_layer
 from memfit.techniques.deferred_logits import DeferredLogits
 from memfit.techniques.linear_cross_entropy import LossTerms, linear_cross_entropy
@@ -321,6 +326,8 @@ def test_a_scaled_half_precision_loss_keeps_its_small_gradients() -> None:
         (_LM, "head"),
         (lambda: nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 50)), "2"),
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9000)), "1"),
+        (lambda: nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), "2"),
+        (lambda: nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 6)), None),
         (CASES["hf-gpt2"].model, "lm_head"),
         (CASES["hf-bert"].model, "cls.predictions.decoder"),
         (CASES["hf-t5"].model, "lm_head"),
@@ -351,3 +358,60 @@ def test_refusals_name_the_layer() -> None:
         ChunkedCrossEntropy(layer="0").apply(nn.Sequential(Own(4, 4)))
     with pytest.raises(UsageError, match="chunks must be a whole number of at least 1, not 0"):
         ChunkedCrossEntropy(chunks=0)
+
+
+@pytest.mark.parametrize("named", ["head", None])
+def test_adapters_beside_the_output_layer(named: str | None) -> None:
+    """Not on it: chunks as ever. On it: its logits are not its weight's alone, which is said."""
+    pytest.importorskip("peft")
+    model = LoRA(rank=2).apply(_LM())
+    with _Largest() as largest:
+        model = ChunkedCrossEntropy(chunks=6, layer=named).apply(model)
+        F.cross_entropy(model(IDS).flatten(0, 1), TARGET.flatten()).backward()
+    assert largest.rows < IDS.numel()
+    undo(model)
+    undo(model)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    LoRA(rank=2, targets=["mid", "head"]).apply(model)
+    with pytest.raises(
+        UsageError, match=r"'head(\.base_layer)?' has LoRA's adapters.*leave it out of LoRA's"
+    ):
+        ChunkedCrossEntropy(layer=named).apply(model)
+    undo(model)
+    ChunkedCrossEntropy(layer=named).apply(model)
+    with pytest.raises(UsageError, match="replaced the forward of 'head'; apply lora first"):
+        LoRA(rank=2, targets=["mid", "head"]).apply(model)
+
+
+def test_ligers_kernels_need_cuda_and_say_so() -> None:
+    model = _LM()
+    with pytest.raises(CannotRunHere, match=r"'liger'.* Triton .*'head' is on 'cpu'.*backend='torch'"):
+        ChunkedCrossEntropy(backend="liger").apply(model)
+    assert "forward" not in vars(model.head)
+    with pytest.raises(UsageError, match="backend must be 'torch' or 'liger', not 'cuda'"):
+        ChunkedCrossEntropy(backend="cuda")
+
+
+@pytest.mark.slow
+def test_ligers_kernels_give_what_our_chunks_give_in_tritons_interpreter() -> None:
+    """In a process of its own: the interpreter is switched on before Triton is imported."""
+    pytest.importorskip("liger_kernel")
+    script = Path(__file__).with_name("liger_cases.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == []
+
+
+@pytest.mark.gpu
+def test_ligers_kernels_give_what_our_chunks_give_on_a_real_gpu() -> None:
+    from liger_cases import differences
+
+    assert [row for row in differences("cuda") if not row[1] <= 1] == []

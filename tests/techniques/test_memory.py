@@ -69,6 +69,17 @@ def test_peak_and_recompute(
     assert 100 * (measured["flops"] / plain["flops"] - 1) == pytest.approx(recompute_percent, abs=0.06)
 
 
+@pytest.mark.slow
+def test_ligers_kernels_run_in_the_dry_run(gpt2: Any) -> None:
+    """They hold a chunk of the logits as ours do; importing them takes long."""
+    pytest.importorskip("liger_kernel")
+    liger = {**CHUNKED, "backend": "liger"}
+    alone = gpt2.call("measure", techniques=[liger])["allocated_bytes"]
+    with_checkpointing = gpt2.call("measure", techniques=[liger, _checkpointing()])["allocated_bytes"]
+    assert alone / GiB == pytest.approx(9.82, abs=0.02)
+    assert with_checkpointing / GiB == pytest.approx(2.5, abs=0.3)
+
+
 @pytest.mark.parametrize("save", [(), ("attention",), ("random:0",), ("random:1", "linear"), ("random",)])
 def test_the_generator_of_the_gpu_is_where_it_was(gpt2: Any, save: tuple[str, ...]) -> None:
     """Each random operation that is run again starts at the offset that it had in the forward."""

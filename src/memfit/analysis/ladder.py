@@ -92,7 +92,7 @@ def ladder(
             raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
     begun = time.perf_counter()
     target = find_gpu(gpu or PLAIN_GPU) if gpu is None or isinstance(gpu, str) else gpu
-    asked = None if techniques is None else read_techniques(techniques)
+    asked = None if techniques is None else _read(techniques, workload)
     with ExitStack() as stack:
         real = stack.enter_context(opened_oracle(workload, target, "portable"))
         oracle = None if device != "dryrun" else real
@@ -110,6 +110,18 @@ def ladder(
         )
         result = climb.run(asked, allow, _name(workload))
     return replace(result, wall_seconds=time.perf_counter() - begun)
+
+
+def _read(techniques: str | Sequence[Asked], workload: Workload | str) -> Sequence[Settings]:
+    try:
+        return read_techniques(techniques)
+    except UsageError:
+        if not isinstance(workload, str):
+            raise
+    from memfit.capture.workloads import load_workload
+
+    load_workload(workload)  # its file may have techniques of its own
+    return read_techniques(techniques)
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -15,8 +15,18 @@ from memfit.planning.figures import Settings
 Asked = str | Settings | Any
 """A technique as text (``"micro_batching:micro_batches=4"``), as JSON settings, or as the object itself."""
 
-APPLIED_FIRST = ("pruning", "vocabulary_padding", "head_padding", "partial_quantization", "lora", "qlora")
-"""Techniques that make other parameters: whatever looks at parameters is applied after them."""
+APPLIED_FIRST = (
+    "partial_quantization",
+    "pruning",
+    "vocabulary_padding",
+    "channels_last",
+    "lora",
+    "qlora",
+    "parameter_offload",
+    "attention_backend",
+)
+"""Techniques that others must find in place: those that make other layers or parameters, those whose blocks
+must be plain, and what a recomputed block must choose again."""
 
 FORMS = "write name or name:setting=value, like micro_batching:micro_batches=4"
 

@@ -166,7 +166,7 @@ class _Trials:
         """The trial of one candidate; None, and a rejection, where it does not help."""
         exactness: Exactness | None = grade["exactness"]
         trial: _Trial | None = None
-        if exactness is None:
+        if grade["reason"] is not None or exactness is None:
             self._reject(settings, str(grade["reason"]))
         elif not allowed(exactness, self._allow):
             self._reject(settings, f"its results are {exactness}, and {self._allow} is asked for")

@@ -28,28 +28,30 @@ def grades(
         graph: the plain step, as `StepGraph` JSON, for the techniques' own estimates.
 
     Returns:
-        ``{"exactness": …, "reason": None, "estimate": […]}`` or ``{"exactness": None, "reason": …}``, in
-        order; ``estimate`` is None where the technique has none for this model.
+        ``{"exactness": …, "reason": None, "estimate": […]}``, in order. ``reason`` says why it cannot be
+        applied; ``exactness`` is None where it could not be told then, ``estimate`` where there is none.
     """
     step_graph = StepGraph.from_json(graph)
+    made = from_reference(workload)
     with device_of(engine, target) as (device, _):
-        step = build_step(from_reference(workload), device=device, seed=seed)
+        step = build_step(made, device=device, seed=seed)
         found: list[dict[str, Any]] = []
         for settings in candidates:
+            grade: dict[str, Any] = {"exactness": None, "reason": None, "estimate": None}
+            found.append(grade)
             try:
                 technique = technique_from_settings(settings)
+                grade["exactness"] = technique.exactness(step.model)
                 technique.apply(step.model, step.optimizer)
+                undo(step.model)
+                grade["estimate"] = _estimate(technique, step_graph, step.model)
             except MemfitError as refusal:
-                found.append({"exactness": None, "reason": str(refusal)})
-                continue
-            undo(step.model)
-            found.append(
-                {
-                    "exactness": technique.exactness(step.model),
-                    "reason": None,
-                    "estimate": _estimate(technique, step_graph, step.model),
-                }
-            )
+                grade["reason"] = str(refusal)
+            except (
+                Exception
+            ) as bug:  # of one technique, maybe the user's own: the others go on, on a new step
+                grade["reason"] = f"{type(bug).__name__}: {bug}"
+                step = build_step(made, device=device, seed=seed)
         return found
 
 

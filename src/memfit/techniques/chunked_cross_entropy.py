@@ -3,14 +3,15 @@ model's step."""
 
 from __future__ import annotations
 
+import typing
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from memfit.core.errors import UsageError
 from memfit.core.exactness import Exactness
-from memfit.techniques.base import Technique, Undo, refuse_second, whole_number
+from memfit.techniques.base import Technique, Undo, applied_techniques, refuse_second, whole_number
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from memfit.capture.graph import StepGraph
     from memfit.techniques.saving import Saving
 
+Backend = Literal["torch", "liger"]
 _LEAST_CLASSES = 8192
 """A Linear with at least this many outputs counts as an output layer; below, it must be tied to an embedding
 or be as wide as one, or be named by the user."""
@@ -36,6 +38,8 @@ class ChunkedCrossEntropy(Technique):
     Args:
         chunks: in how many pieces the tokens are cut; more pieces need less memory.
         layer: the output layer's name, where it is not found by itself.
+        backend: ``"torch"`` runs everywhere; ``"liger"`` is Liger-Kernel's Triton kernel, for CUDA, which
+            chooses the number of pieces itself. Losses with class weights run by ``"torch"`` all the same.
 
     Examples:
         >>> import torch
@@ -49,9 +53,17 @@ class ChunkedCrossEntropy(Technique):
 
     chunks: int = 8
     layer: str | None = None
+    backend: Backend = "torch"
 
     def __post_init__(self) -> None:
         whole_number(self.chunks, key="chunks", technique=self.name)
+        if self.backend not in typing.get_args(Backend):
+            raise UsageError(f"{self.name}: backend must be 'torch' or 'liger', not {self.backend!r}")
+
+    @classmethod
+    def candidates(cls) -> tuple[dict[str, Any], ...]:
+        """Settings that are worth trying by themselves; the other backend runs on a real GPU only."""
+        return ({}, {"chunks": 16}, {"chunks": 4})
 
     def exactness(self, model: nn.Module) -> Exactness:
         return "reordered"
@@ -81,12 +93,12 @@ class ChunkedCrossEntropy(Technique):
         refuse_second(model, ChunkedCrossEntropy)
         _refuse_sharded(model)
         name, layer = self._output_layer(model)
-        if "forward" in vars(layer) or not _is_plain_linear(layer):
-            raise UsageError(
-                f"{self.name}: the output layer {name!r} is a {type(layer).__name__} with a forward of its "
-                "own; only a plain torch.nn.Linear can be computed in chunks"
-            )
-        layer.forward = DeferredForward(layer, self.chunks)
+        _refuse_changed(model, name, layer)
+        if self.backend == "liger":
+            from memfit.techniques.liger_cross_entropy import check_liger
+
+            check_liger(name, layer)
+        layer.forward = DeferredForward(layer, self.chunks, self.backend)
         reference = weakref.ref(layer)
 
         def undo() -> None:
@@ -113,12 +125,12 @@ class ChunkedCrossEntropy(Technique):
 class DeferredForward:
     """The forward of an output layer whose logits are computed on demand. Refers to its layer weakly."""
 
-    def __init__(self, layer: nn.Module, chunks: int) -> None:
+    def __init__(self, layer: nn.Module, chunks: int, backend: Backend = "torch") -> None:
         self._layer = weakref.ref(layer)
-        self._chunks = chunks
+        self._chunks, self._backend = chunks, backend
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DeferredForward, (self._layer(), self._chunks)
+        return DeferredForward, (self._layer(), self._chunks, self._backend)
 
     def __call__(self, input: Any) -> Any:
         import torch
@@ -131,16 +143,17 @@ class DeferredForward:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and needed) or input.dim() < 2:
             return torch.nn.Linear.forward(layer, input)
         dtype = autocast_dtype(input.device.type) or input.dtype
-        return defer(input, OutputLayer(layer.weight, layer.bias, dtype, self._chunks))
+        return defer(input, OutputLayer(layer.weight, layer.bias, dtype, self._chunks, self._backend))
 
 
 def find_output_layer(model: nn.Module) -> tuple[str, nn.Module] | None:
     """The Linear that gives the logits, with its name; ``None`` where no layer looks like it.
 
     In this order: what transformers' ``get_output_embeddings`` says; a Linear that shares its weight with an
-    embedding; the last Linear as wide as an embedding has rows, or with at least 8192 outputs.
+    embedding; the last Linear that is as wide as an embedding has rows and wider than its input, or is the
+    model's last one; the last Linear with at least 8192 outputs.
     """
-    linears = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
+    linears = [(n, module) for n, module in model.named_modules() if _is_linear(module) and ".lora_" not in n]
     told = {id(layer) for layer in _told_by_model(model)}
     embeddings = [
         m for m in model.modules() if type(m).__name__.endswith("Embedding") and hasattr(m, "num_embeddings")
@@ -151,6 +164,7 @@ def find_output_layer(model: nn.Module) -> tuple[str, nn.Module] | None:
         lambda layer: id(layer) in told,
         lambda layer: id(layer.weight) in tied,
         lambda layer: layer.out_features in rows and layer.out_features > layer.in_features,
+        lambda layer: layer.out_features in rows and layer is linears[-1][1],
         lambda layer: layer.out_features >= _LEAST_CLASSES and layer.out_features > layer.in_features,
     )
     for rule in rules:
@@ -178,6 +192,29 @@ def _is_plain_linear(module: nn.Module) -> bool:
     from torch import nn
 
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _refuse_changed(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Raises UsageError where the layer's logits are not its weight's alone, with what made it so."""
+    wrapper, _, last = name.rpartition(".")
+    adapted = model.get_submodule(wrapper) if last == "base_layer" else layer
+    if hasattr(adapted, "lora_A"):
+        name = name if adapted is layer else wrapper
+        raise UsageError(
+            f"chunked_cross_entropy: the output layer {name!r} has LoRA's adapters, whose share of the "
+            "logits is not in its weight; leave it out of LoRA's targets"
+        )
+    if "forward" in vars(layer):
+        others = ", ".join(technique.name for technique in applied_techniques(model)) or "something else"
+        raise UsageError(
+            f"chunked_cross_entropy: the forward of the output layer {name!r} was replaced already by one of "
+            f"{others}: it is computed in chunks by its weight alone, so take that back first"
+        )
+    if not _is_plain_linear(layer):
+        raise UsageError(
+            f"chunked_cross_entropy: the output layer {name!r} is a {type(layer).__name__} with a forward of "
+            "its own; only a plain torch.nn.Linear can be computed in chunks"
+        )
 
 
 def _refuse_sharded(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ class OutputLayer:
     bias: Tensor | None
     compute_dtype: torch.dtype
     chunks: int
+    backend: Literal["torch", "liger"] = "torch"
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the layer itself gives."""
@@ -271,6 +272,7 @@ def _cross_entropy(
     terms = LossTerms(
         compute_dtype=layer.compute_dtype,
         chunks=layer.chunks,
+        backend=layer.backend if weight is None else "torch",
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,

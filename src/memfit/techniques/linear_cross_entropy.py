@@ -21,6 +21,8 @@ from torch import Tensor
 from memfit.techniques.autocast_state import without_autocast
 
 Reduction = Literal["mean", "sum", "none"]
+Needs = tuple[bool, bool, bool]
+"""Which of hidden rows, weight and bias get a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,7 @@ class LossTerms:
     Args:
         compute_dtype: the type of the matrix products (autocast's, or the weight's own).
         chunks: how many pieces the rows are cut in.
+        backend: what computes the chunks; Liger's kernel cuts by its own rule and knows no class weights.
     """
 
     compute_dtype: torch.dtype
@@ -37,6 +40,7 @@ class LossTerms:
     ignore_index: int = -100
     reduction: Reduction = "mean"
     label_smoothing: float = 0.0
+    backend: Literal["torch", "liger"] = "torch"
 
 
 def linear_cross_entropy(
@@ -92,28 +96,44 @@ class _Problem:
         factors: Tensor = self.class_weight.to(_loss_dtype(self.terms.compute_dtype))
         return factors[self.target.where(valid, 0)] * valid
 
-    def gradients_wanted(self, needs: tuple[bool, bool, bool]) -> _Sums:
-        """Empty gradients of the inputs that need one; the weight's in the weight's own type."""
+    def _empty_gradients(self, needs: Needs) -> _Sums:
+        """Of the inputs that need one; the weight's in the weight's own type."""
         return _Sums(
             hidden=torch.empty_like(self.hidden) if needs[0] else None,
             weight=torch.zeros_like(self.weight, memory_format=torch.contiguous_format) if needs[1] else None,
             bias=torch.zeros_like(self.bias) if needs[2] and self.bias is not None else None,
         )
 
-    def run(self, sums: _Sums, *, row_scale: Tensor | None = None) -> _Sums:
+    def run(self, needs: Needs, *, row_scale: Tensor | None = None) -> _Sums:
         """Goes over the chunks. With ``row_scale`` the gradients are those of the scaled rows' sum."""
+        if self.terms.backend == "liger":
+            return self._run_in_kernels(needs, row_scale)
+        sums = self._empty_gradients(needs)
         weight = self.weight.to(self.terms.compute_dtype)
         bias = None if self.bias is None else self.bias.to(self.terms.compute_dtype)
-        wants_gradients = not (sums.hidden is None and sums.weight is None and sums.bias is None)
         for rows in self._chunks():
             hidden = self.hidden[rows].to(self.terms.compute_dtype)
             logits = F.linear(hidden, weight, bias).to(_loss_dtype(self.terms.compute_dtype))
             losses, scale = self._losses(logits, self.target[rows])
             sums.losses.append(losses)
-            if wants_gradients:
+            if any(needs):
                 scale = scale if row_scale is None else scale * row_scale[rows]
                 self._add_gradients(sums, rows, logits, hidden, weight, scale)
         return sums
+
+    def _run_in_kernels(self, needs: Needs, row_scale: Tensor | None) -> _Sums:
+        from memfit.techniques.liger_cross_entropy import rows_and_gradients
+
+        losses, *gradients = rows_and_gradients(
+            self.hidden,
+            self.weight,
+            self.bias,
+            self.target,
+            terms=self.terms,
+            row_scale=row_scale,
+            wanted=needs,
+        )
+        return _Sums([losses], *gradients)
 
     def _chunks(self) -> Iterator[slice]:
         count = self.hidden.shape[0]
@@ -208,7 +228,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         now = terms.reduction != "none"
         with without_autocast(hidden.device.type):
             needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-            sums = problem.run(problem.gradients_wanted(needs) if now else _Sums())
+            sums = problem.run(needs if now else (False, False, False))
             losses = torch.cat(sums.losses)
             if not now:
                 return losses
@@ -229,7 +249,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 problem = _Problem(hidden, weight, bias, target, class_weight, terms)
                 needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
                 per_row = grad if terms.reduction == "none" else None
-                sums = problem.run(problem.gradients_wanted(needs), row_scale=per_row)
+                sums = problem.run(needs, row_scale=per_row)
             gradients = [sums.hidden, sums.weight, sums.bias]
             if terms.reduction != "none":
                 # All rows ignored: the mean is 0/0, and its gradient zero, as PyTorch's is.

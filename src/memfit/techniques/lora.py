@@ -136,6 +136,12 @@ class LoRA(Technique):
         _refuse_unfit(self, model)
         root = bare_model(model)
         layers = self.target_layers(root)
+        for name, layer in layers.items():
+            if "forward" in vars(layer):
+                raise UsageError(
+                    f"{self.name}: a technique has replaced the forward of {name!r}; apply {self.name} "
+                    "first, or leave that layer out of the targets"
+                )
         trains = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
         put_back = self._prepare(root, layers)
         _inject(self, root, list(layers))
@@ -310,6 +316,11 @@ def _quantized_in_place(root: nn.Module, name: str, layer: Any) -> Tensor:
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
     weight: Tensor = layer.weight.data
+    if weight.is_meta:
+        raise CannotRunHere(
+            f"qlora: the weight of {name!r} is a meta tensor, which has no values to hold in 4 bit; the dry "
+            "run (engine 'dryrun') shows what it saves"
+        )
     quantized = Linear4bit(
         layer.in_features,
         layer.out_features,

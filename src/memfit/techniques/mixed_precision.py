@@ -276,8 +276,11 @@ class MixedPrecisionTraining(Technique):
 
         from memfit.techniques.bf16_weights import BFloat16Weights
 
-        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-        keep = [p for module in (*kept.values(), *norms) for p in module.parameters()]
+        # bitsandbytes' 4-bit layers set their bias to their input's type in each forward
+        own_types = [
+            m for m in model.modules() if isinstance(m, _NormBase) or type(m).__name__ == "Linear4bit"
+        ]
+        keep = [p for module in (*kept.values(), *own_types) for p in module.parameters()]
         return BFloat16Weights(model, optimizers, keep, self.rounding, self.moments)
 
 
