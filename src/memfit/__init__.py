@@ -82,6 +82,8 @@ if TYPE_CHECKING:
     from memfit.techniques.pruning_sparse import to_sparse
     from memfit.techniques.pruning_structured import prune_structured
     from memfit.techniques.shared_tensors import SharedTensors
+    from memfit.techniques.tuning import tune
+    from memfit.techniques.tuning_result import TuningResult
 
 __version__ = "0.1.0"
 
@@ -142,6 +144,7 @@ __all__ = [
     "ToolFailure",
     "Trace",
     "TraceBuilder",
+    "TuningResult",
     "UsageError",
     "VocabularyPadding",
     "Watcher",
@@ -168,6 +171,7 @@ __all__ = [
     "replay",
     "to_sparse",
     "training_step",
+    "tune",
     "undo",
     "warm_up",
     "watch",
@@ -246,6 +250,8 @@ _HOME = {
     "memfit.techniques.pruning_structured": ("prune_structured",),
     "memfit.techniques.prefetch": ("InputPrefetch",),
     "memfit.techniques.shared_tensors": ("SharedTensors",),
+    "memfit.techniques.tuning": ("tune",),
+    "memfit.techniques.tuning_result": ("TuningResult",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -33,6 +33,7 @@ def test_there_are_examples() -> None:
         "optimizer_implementation",
         "partial_quantization",
         "pruning",
+        "tuning",
         "vocabulary_padding",
     ],
 )

@@ -113,7 +113,7 @@ def find_batch_size(
     search = _Search(
         model, optimizer, loss, worst_batch, evaluate or loss, int(limit_bytes * (1 - margin)), device
     )
-    with _as_it_was(model, optimizer):
+    with as_it_was(model, optimizer):
         best = _largest(search.fits, start, most, multiple_of)
     peaks = {tried.batch_size: tried.peak_bytes for tried in search.tried}
     return BatchSizeResult(
@@ -193,7 +193,7 @@ def _largest(fits: Callable[[int], bool], start: int, most: int, unit: int) -> i
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+def as_it_was(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Whatever happens inside, the model and the optimizer are as before afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     state = StepState(model, [optimizer])
