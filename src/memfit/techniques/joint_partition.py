@@ -1,0 +1,170 @@
+"""The compiler's partitioner with another choice of what is kept: torch's own by its budget, or the cut of
+least time under a peak.
+
+Everything else of the partition is PyTorch's (symbols, effects, random state, the order of the backward): its
+function is run with the one that chooses replaced. Where there is nothing to choose on (a graph whose own
+checkpointing already says what is kept, one without a backward), PyTorch's choice stays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from memfit.capture.costs import LAUNCH_SECONDS, op_class, roofline_seconds
+from memfit.capture.graph import Op
+from memfit.core.devices import GPU
+from memfit.techniques.joint_replay import JointStep, Replay, replay
+from memfit.techniques.joint_solver import Cut, choose, keep_all, least
+from memfit.techniques.joint_step import ReadJoint, read_joint
+
+FUSED_CLASSES = ("elementwise", "copy", "normalization", "reduction")
+FUSED_SHARE = 0.25
+"""What running again an operator that the compiler fuses with its neighbours costs, in parts of running it
+alone: most of what it reads and writes stays on the chip, and it has no launch of its own."""
+
+_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partitioned:
+    """One graph that was cut: what was read, what is kept, and what that runs and holds in thought.
+
+    ``reached`` is False where no cut as lean as asked for was found, and the leanest is used.
+    """
+
+    step: JointStep
+    kept: frozenset[int]
+    replay: Replay
+    plain_peak_bytes: int
+    reached: bool = True
+
+
+_OBSERVED: list[list[Partitioned]] = []
+
+
+@contextmanager
+def observed_partitions() -> Iterator[list[Partitioned]]:
+    """A list of the graphs that are cut while this lasts. The compiler's caches are not used meanwhile."""
+    seen: list[Partitioned] = []
+    _OBSERVED.append(seen)
+    try:
+        yield seen
+    finally:
+        _OBSERVED.remove(seen)
+
+
+class PeakPartitioner(CustomPartitionerFn):
+    """Cuts joint graphs; what ``torch.compile``'s back-ends take as their partitioner.
+
+    Args:
+        peak: the most live bytes, as a share of those that keeping everything needs; None: PyTorch's
+        choice, by
+            ``torch._functorch.config.activation_memory_budget``.
+        gpu: for the seconds of operators.
+        fused: whether the back-end fuses pointwise operators.
+    """
+
+    def __init__(self, peak: float | None, gpu: GPU, *, fused: bool) -> None:
+        self.peak, self.gpu, self.fused = peak, gpu, fused
+
+    def uuid(self) -> Any:
+        """For the compiler's caches: equal for equal cuts; None, that is no caching, where cuts are
+        observed."""
+        if _OBSERVED:
+            return None
+        from memfit import __version__
+
+        return f"memfit-{__version__}-{self.peak}-{self.gpu.key}-{self.fused}"
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """PyTorch's partition of ``gm``, with this choice."""
+        with _chosen_by(lambda own, graph, info, budget: self._choose(own, gm, graph, info, budget, kwargs)):
+            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def _choose(
+        self, own: Any, gm: fx.GraphModule, graph: fx.Graph, info: Any, budget: float, kwargs: Any
+    ) -> list[fx.Node]:
+        if partitioners.has_recomputable_ops(gm):
+            return list(own(graph, info, budget))
+        outputs, gradients, *_ = partitioners._extract_fwd_bwd_outputs(
+            gm, num_fwd_outputs=kwargs["num_fwd_outputs"]
+        )
+        read = read_joint(
+            graph, backward=frozenset(info.required_bw_nodes), outputs=outputs, gradients=gradients
+        )
+        if self.peak is None:
+            nodes = list(own(graph, info, budget))
+            kept = read.storages_of(nodes)
+            missing = read.step.pinned - kept  # attention with dropout, which PyTorch would draw anew
+            self._tell(read.step, kept | missing, reached=True)
+            return [*nodes, *_saved_nodes(read, missing, info)] if missing else nodes
+        cut, reached = self._cut(read.step)
+        self._tell(read.step, cut.kept, reached=reached)
+        return [*info.inputs, *_saved_nodes(read, cut.kept, info)]
+
+    def _cut(self, step: JointStep) -> tuple[Cut, bool]:
+        assert self.peak is not None
+        seconds = [cost_seconds(op, self.gpu, fused=self.fused) for op in step.ops]
+        whole = replay(step, keep_all(step))
+        cut = choose(step, seconds, int(self.peak * whole.peak_bytes))
+        return (least(step, seconds), False) if cut is None else (cut, True)
+
+    def _tell(self, step: JointStep, kept: frozenset[int], *, reached: bool) -> None:
+        if not _OBSERVED:
+            return
+        cut = Partitioned(
+            step=step,
+            kept=kept,
+            replay=replay(step, kept),
+            plain_peak_bytes=replay(step, keep_all(step)).peak_bytes,
+            reached=reached,
+        )
+        for seen in _OBSERVED:
+            seen.append(cut)
+
+
+def cost_seconds(op: Op, gpu: GPU, *, fused: bool) -> float:
+    """What running an operator again is taken to cost."""
+    seconds = roofline_seconds(op.name, round(op.flops * op.work), op.bytes_moved, op.dtype, gpu)
+    if not fused or op_class(op.name).name not in FUSED_CLASSES:
+        return seconds
+    return FUSED_SHARE * (0.0 if seconds <= LAUNCH_SECONDS else seconds)
+
+
+def _saved_nodes(read: ReadJoint, kept: frozenset[int], info: Any) -> list[fx.Node]:
+    """The nodes of kept storages, and the symbols that sizes are made of."""
+    nodes = [read.holders[storage] for storage in sorted(kept)]
+    symbols = [
+        node
+        for node in info.required_fw_nodes
+        if node.op != "placeholder"
+        and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+    ]
+    return [*nodes, *symbols]
+
+
+@contextmanager
+def _chosen_by(choice: Callable[[Any, fx.Graph, Any, float], list[fx.Node]]) -> Iterator[None]:
+    """PyTorch's partitioner asks ``choice``, which gets its own function first, for as long as this lasts."""
+    with _LOCK:
+        own = partitioners.choose_saved_values_set
+
+        def chosen(joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
+            return choice(own, joint_graph, node_info, memory_budget)
+
+        partitioners.choose_saved_values_set = chosen
+        try:
+            yield
+        finally:
+            partitioners.choose_saved_values_set = own
