@@ -15,6 +15,7 @@ from memfit.techniques.attention_backend import AttentionBackend
 from memfit.techniques.base import Technique, applied_techniques, undo, undo_all
 from memfit.techniques.channels_last import ChannelsLast
 from memfit.techniques.chunked_cross_entropy import ChunkedCrossEntropy
+from memfit.techniques.compiled_partition import CompiledPartition
 from memfit.techniques.compression import MemoryCompression
 from memfit.techniques.gradient_checkpointing import GradientCheckpointing
 from memfit.techniques.lora import LoRA, QLoRA
@@ -53,6 +54,7 @@ TECHNIQUES: Mapping[str, type[Technique]] = {
         VocabularyPadding,
         Pruning,
         PartialQuantization,
+        CompiledPartition,
     )
 }
 
@@ -63,6 +65,7 @@ __all__ = [
     "AttentionBackend",
     "ChannelsLast",
     "ChunkedCrossEntropy",
+    "CompiledPartition",
     "GradientCheckpointing",
     "LoRA",
     "LowMemoryOptimizer",
