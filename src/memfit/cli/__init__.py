@@ -31,6 +31,10 @@ COMMANDS: Mapping[str, Command] = {
         "memfit.cli.ladder:ladder",
         "Apply techniques one after another and measure memory, step time and quality after each.",
     ),
+    "scale": Command(
+        "memfit.cli.scale:scale",
+        "Compare ways to train a workload on several GPUs, and say how many are needed.",
+    ),
     "dryrun": Command(
         "memfit.cli.dryrun:dryrun",
         "Run a training script, unmodified, on a made-up GPU and account for its memory.",

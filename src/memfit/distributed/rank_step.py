@@ -37,6 +37,8 @@ from memfit.planning.plan import micro_batch_count, sample_count
 STEPS = 3
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
+Traffic = dict[str, tuple[int, int, int]]
+
 
 def measure_rank(
     workload: Mapping[str, Any],
@@ -61,9 +63,10 @@ def measure_rank(
         whole_batch: the workload's batch is that of all ranks; else every rank has as much.
 
     Returns:
-        JSON: the keys of `memfit.capture.measure.measure_step`, ``samples``, ``device_total_bytes``,
-        ``libraries_bytes``, ``collectives`` (by kind: calls, own bytes, sent bytes) of one step, and
-        ``heaviest_rank``, whose optimizer state is the largest. Out of memory is the value ``oom``.
+        JSON: the keys of `memfit.capture.measure.measure_step`, ``name``, ``samples``,
+        ``device_total_bytes``, ``libraries_bytes``, ``collectives`` of one step (by kind: calls, own bytes,
+        sent bytes), and ``heaviest_rank``, whose optimizer state is the largest. Out of memory is the value
+        ``oom``.
     """
     device = GPU(**{**target, "compute_capability": tuple(target["compute_capability"])})
     notes: list[str] = []
@@ -78,10 +81,13 @@ def measure_rank(
             return {"oom": caught[0], "notes": notes}
         gc.collect()
         torch.cuda.empty_cache()
-        result = measure_step(step, gpu=device, steps=STEPS, costs=False, categories=False)
+        counter = _Counter(step, device)
+        with intercepting(counter):
+            result = measure_step(step, gpu=device, steps=STEPS, costs=False)
         if result["oom"] is None:
-            result |= _costs(step, device)
+            result |= counter.figures()
     return result | {
+        "name": step.workload.name,
         "samples": sample_count(step.batch),
         "heaviest_rank": _heaviest_rank(step.optimizer),
         "notes": list(dict.fromkeys(notes)),
@@ -192,33 +198,36 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _costs(step: TrainingStep, gpu: GPU) -> dict[str, Any]:
-    """One more step, counted: FLOPs, seconds by the roofline, and what it gives to collectives.
+class _Counter:
+    """Counts the last step while it is measured: FLOPs, seconds by the roofline, what goes to collectives.
 
     Operators are seen below tensor subclasses, so a shard counts as what it is.
     """
-    costs, told = CostMode(gpu), current_handler()
 
-    def counted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs) if told is None else told(func, args, kwargs)
-        if func.namespace not in _COLLECTIVES:
-            costs.count(func, args, kwargs, out)
+    def __init__(self, step: TrainingStep, gpu: GPU) -> None:
+        self._step, self._costs, self._told = step, CostMode(gpu), current_handler()
+        self._before: Traffic = {}
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        last = self._step.steps_done == STEPS - 1
+        if last and not self._before:
+            self._before = traffic()
+        out = func(*args, **kwargs) if self._told is None else self._told(func, args, kwargs)
+        if last and func.namespace not in _COLLECTIVES:
+            self._costs.count(func, args, kwargs, out)
         return out
 
-    before = traffic()
-    with out_of_memory_as_value() as caught, intercepting(counted):
-        step.run(costs.on_phase)
-    if caught:
-        return {}
-    gave = {
-        kind: [now - was for now, was in zip(numbers, before[kind], strict=True)]
-        for kind, numbers in traffic().items()
-    }
-    return {
-        "flops": costs.flops,
-        "compute_seconds": costs.seconds,
-        "collectives": {kind: numbers for kind, numbers in gave.items() if numbers[0]},
-    }
+    def figures(self) -> dict[str, Any]:
+        """JSON, after the last step."""
+        gave = {
+            kind: [now - was for now, was in zip(numbers, self._before[kind], strict=True)]
+            for kind, numbers in traffic().items()
+        }
+        return {
+            "flops": self._costs.flops,
+            "compute_seconds": self._costs.seconds,
+            "collectives": {kind: numbers for kind, numbers in gave.items() if numbers[0]},
+        }
 
 
 def _account(gpu: GPU, reserved_bytes: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memfit.core.errors import InputError, UsageError
+from memfit.dryrun.accelerate_settings import environment_of, uses_fsdp, with_configuration
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?$")
 _PYTHON_FLAGS = frozenset({"-u", "-O", "-OO", "-B", "-E", "-s", "-S", "-I", "-q", "-v", "-b", "-d", "-i"})
@@ -145,20 +146,16 @@ def _accelerate(words: list[str]) -> ScriptCommand:
     options, rest = _launcher_options(
         words[1:], frozenset(name.replace("_", "-") for name in _ACCELERATE_SWITCHES), "accelerate"
     )
-    total = _number("accelerate --num-processes", options.get("num-processes", "1"))
-    machines = _number("accelerate --num-machines", options.get("num-machines", "1"))
+    told = with_configuration(options)
+    total = _number("accelerate --num-processes", told.get("num-processes", "1"))
+    machines = _number("accelerate --num-machines", told.get("num-machines", "1"))
     if total % machines:
         raise UsageError(f"accelerate: {total} processes do not spread evenly over {machines} machines")
     command = _launched(rest, module=options.keys() & {"m", "module"}, launcher="accelerate launch")
-    extra = {"ACCELERATE_MIXED_PRECISION": options.get("mixed-precision", "no")}
-    if "gradient-accumulation-steps" in options:
-        extra["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = options["gradient-accumulation-steps"]
-    unsupported = options.keys() & {"use-deepspeed", "use-megatron-lm", "config-file", "use-fsdp"}
-    if unsupported:
-        raise UsageError(f"accelerate launch --{min(unsupported)} cannot be dry-run yet")
-    # Plain `accelerate launch` of one process sets no rank variables.
+    # Plain `accelerate launch` of one process sets no rank variables; with FSDP it launches as torchrun does.
+    own = command.environment if uses_fsdp(told) else {}
     processes = Processes(nodes=machines, per_node=total // machines)
-    return replace(command, environment=extra, processes=processes)
+    return replace(command, environment={**own, **environment_of(told)}, processes=processes)
 
 
 def _launcher_options(

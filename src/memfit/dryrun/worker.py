@@ -316,6 +316,7 @@ def _imports_of(file: str) -> set[str]:
 def _environment(gpu: GPU | None) -> dict[str, str]:
     base = dict(os.environ)
     base.pop("CUDA_VISIBLE_DEVICES", None)
+    base.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a shortage of memory is a result here, and told as one
     base |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
     if gpu is None:
         return base | {"CUDA_VISIBLE_DEVICES": ""}  # a real GPU is never touched

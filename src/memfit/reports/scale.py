@@ -1,0 +1,205 @@
+"""How a workload trains on several GPUs, as text and as a page: the answer, and a row for each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memfit.core.units import format_bytes, format_seconds
+from memfit.distributed.scaling_values import NO_STEP_SECONDS, PLAN_TITLES, ScaleCase, ScaleResult
+from memfit.reports.elements import number, number_table, section
+from memfit.reports.html import POLICY
+from memfit.reports.markup import Markup, tag
+from memfit.reports.words import plan_rows
+
+HEADS: tuple[tuple[str, bool], ...] = (
+    ("GPUs", True),
+    ("strategy", False),
+    ("plan", False),
+    ("samples", True),
+    ("PyTorch reserves", True),
+    ("GPU memory", True),
+    ("", False),
+    ("computes", True),
+    ("sends", True),
+)
+"""Columns of the table, and whether each holds numbers."""
+ROWS_NOTE = (
+    "Per GPU, of the rank that needs most. GPU memory: PyTorch's segments, CUDA context and NCCL. Computes: "
+    "the operators of a step, predicted; sends: what the collectives of a step send, counted."
+)
+
+
+def headline(result: ScaleResult) -> str:
+    """The answer in a sentence."""
+    best, gpu, total = result.best, result.gpu, format_bytes(result.nvml_total_bytes)
+    if best is None:
+        lean = result.leanest
+        least = f"; the leanest, {lean.title} on {_gpus(lean.gpus)}, takes {_memory(lean)}" if lean else ""
+        return f"Nothing fits on up to {_gpus(max(c.gpus for c in result.cases))}{least}."
+    if best.gpus == 1:
+        how = {"plain": "as it is", "full": "with full checkpointing", "planned": "with memfit's plan"}
+        return f"One {gpu} is enough, {how[best.plan]}: {_memory(best)} of {total}."
+    return f"At least {_gpus(best.gpus)} ({gpu}): {best.title}, {_memory(best)} of {total} each."
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _memory(case: ScaleCase) -> str:
+    return format_bytes(case.device_total_bytes)
+
+
+def heads(result: ScaleResult) -> tuple[tuple[str, bool], ...]:
+    """Columns, with the bounds of the step's time where the links are known."""
+    return HEADS if result.link_bytes_per_second is None else (*HEADS, ("step takes", True))
+
+
+def row(result: ScaleResult, case: ScaleCase) -> tuple[str, ...]:
+    """The cells of one case that ran."""
+    verdict = "fits, tightly" if case.tight else "fits" if case.fits else "does not fit"
+    bounds = case.step_seconds_bounds
+    cells = (
+        str(case.gpus),
+        case.strategy,
+        PLAN_TITLES[case.plan],
+        str(case.samples),
+        format_bytes(case.peak_reserved_bytes),
+        _memory(case),
+        verdict,
+        "–" if case.compute_seconds is None else format_seconds(case.compute_seconds),
+        "–" if case.gpus == 1 else format_bytes(case.sent_bytes),
+    )
+    if result.link_bytes_per_second is None:
+        return cells
+    return (*cells, "–" if bounds is None else " to ".join(dict.fromkeys(map(format_seconds, bounds))))
+
+
+def left_out(result: ScaleResult) -> tuple[str, ...]:
+    """What has no row, and why; each reason once."""
+    found: dict[str, dict[str, None]] = {}
+    for case in result.cases:
+        if case.problem is not None:
+            name = f"{case.strategy} on {_gpus(case.gpus)}" if case.gpus > 1 else "one GPU"
+            name += " with memfit's plan" if case.plan == "planned" else ""
+            found.setdefault(case.problem, {})[name] = None
+    return tuple(f"{_several(list(names))}: {problem}" for problem, names in found.items())
+
+
+def _several(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def notes(result: ScaleResult) -> tuple[str, ...]:
+    """What to know of the figures."""
+    multiple = any(case.gpus > 1 and case.problem is None for case in result.cases)
+    unknown = (
+        (f"No step times: {NO_STEP_SECONDS}.",) if multiple and result.link_bytes_per_second is None else ()
+    )
+    tight = any(case.tight for case in result.cases)
+    explained = (
+        ("Fits, tightly: only as PyTorch gives back cached memory when it runs short.",) if tight else ()
+    )
+    return (ROWS_NOTE, *(f"{note[0].upper()}{note[1:]}." for note in result.notes), *explained, *unknown)
+
+
+def proofs(result: ScaleResult) -> tuple[str, ...]:
+    """What real steps on ranks showed."""
+    return tuple(str(one) for one in result.verified)
+
+
+def how_to(result: ScaleResult) -> str | None:
+    """The call that makes a model so, where ranks are needed."""
+    best = result.best
+    if best is None or best.gpus == 1:
+        return None
+    plan = ", plan=…" if best.techniques else ""
+    return f'memfit.distributed.wrap(model, strategy="{best.strategy}"{plan}, optimizer=…)'
+
+
+def changes(case: ScaleCase) -> tuple[str, ...]:
+    """What the case's plan does, in words."""
+    return tuple(f"{one.where}: {one.keeps}" for one in plan_rows(case.techniques))
+
+
+def scale_text(result: ScaleResult) -> RenderableType:
+    """The comparison for a terminal or a pipe."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    for name, is_number in heads(result):
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for case in result.cases:
+        if case.problem is None:
+            style = "bold" if case == result.best else "" if case.fits else "dim"
+            table.add_row(*(Text(cell, style=style) for cell in row(result, case)))
+    head = Text.assemble((result.workload, "bold"), " on ", (result.gpu, "bold"))
+    budget = (
+        "" if result.budget_bytes is None else f", PyTorch may reserve {format_bytes(result.budget_bytes)}"
+    )
+    head.append(f"\na dry run of a rank of each{budget}; {format_seconds(result.wall_seconds)}", style="dim")
+    best = result.best
+    parts: list[RenderableType] = [head, "", Text(headline(result), style="bold"), ""]
+    parts += [Padding(table, (0, 0, 0, 2)), ""]
+    if best is not None and best.techniques:
+        parts += [Text("The plan", style="bold"), *(Text(f"  {line}") for line in changes(best)), ""]
+    parts += [
+        Text(f"✓ {line}" if one.passed else f"✗ {line}")
+        for one, line in zip(result.verified, proofs(result), strict=True)
+    ]
+    call = how_to(result)
+    parts += [Text.assemble(("Make it so: ", "dim"), call), ""] if call else []
+    parts += [Text(f"· {line}", style="dim") for line in (*left_out(result), *notes(result))]
+    return Group(*parts)
+
+
+def scale_page(result: ScaleResult, *, command: str | None = None) -> str:
+    """The comparison as one HTML page that needs nothing else."""
+    title = f"{result.workload} on several {result.gpu}"
+    css = files("memfit.reports").joinpath("static", "page.css").read_text(encoding="utf-8")
+    head = [
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("title", f"memfit: {title}"),
+        tag("style", Markup(css)),
+    ]
+    columns = heads(result)
+    rows = [
+        tag(
+            "tr",
+            (
+                number(cell) if is_number else tag("td", cell)
+                for cell, (_, is_number) in zip(row(result, case), columns, strict=True)
+            ),
+        )
+        for case in result.cases
+        if case.problem is None
+    ]
+    best, call = result.best, how_to(result)
+    words = changes(best) if best is not None else ()
+    main = tag(
+        "main",
+        tag(
+            "header",
+            tag("h1", title),
+            tag(
+                "ul", tag("li", headline(result), class_="good" if result.fits else "bad"), class_="verdicts"
+            ),
+        ),
+        section("Every way", "ways", number_table("A row for each way to train", columns, rows)),
+        section("The plan", "plan", tag("ul", [tag("li", line) for line in words])) if words else None,
+        section("Proof", "proof", [tag("p", line) for line in proofs(result)]) if result.verified else None,
+        section(
+            "What to know", "notes", tag("ul", [tag("li", s) for s in (*left_out(result), *notes(result))])
+        ),
+        section("Make it so", "call", tag("pre", tag("code", call))) if call else None,
+        section("Make this again", "again", tag("pre", tag("code", command))) if command else None,
+    )
+    page = tag("html", tag("head", head), tag("body", main), lang="en")
+    return f"<!doctype html>\n{page}\n"
