@@ -62,6 +62,42 @@ def test_the_scripts_exit_code_is_in_the_result(
     assert result.peak_requested_bytes > 0
 
 
+@pytest.mark.parametrize(
+    "ends", ["ctypes.CDLL(None).exit(7)", "ctypes.PyDLL(None)._exit(7)", "posix._exit(7)"]
+)
+def test_an_end_past_python_leaves_the_result(preloaded: Preloaded, tmp_path: Path, ends: str) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import ctypes, os, posix, torch\n"
+        "x = torch.empty(1 << 20, device='cuda')\n"
+        "if os.fork() == 0:\n    ctypes.CDLL(None).exit(3)\n"  # another process, which has no result
+        f"print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)\n{ends}\n"
+    )
+    outcome = preloaded.run(script, folder=tmp_path)
+    assert outcome.stdout == "3\n", outcome.stderr
+    assert (outcome.result.ended, outcome.result.exit_code) == ("exit", 7)
+    assert outcome.result.peak_requested_bytes == 4 << 20
+
+
+@pytest.mark.slow
+def test_a_script_that_replaces_itself_is_followed(preloaded: Preloaded, tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import os, sys\n"
+        "if 'AGAIN' not in os.environ:\n"
+        "    os.environ['AGAIN'] = 'yes'\n"
+        "    os.execvp('python', ['python', *sys.argv])\n"
+        "import torch\n"
+        "x = torch.empty(1 << 20, device='cuda')\n"
+        "print(sys.argv[1], flush=True)\n"
+        "os.execlp('echo', 'echo', 'other')\n"
+    )
+    outcome = preloaded.run(script, "argument", folder=tmp_path)
+    assert outcome.stdout == "argument\nother\n", outcome.stderr
+    assert outcome.result.peak_requested_bytes == 4 << 20
+    assert any("replaced itself by echo" in note for note in outcome.result.not_modelled)
+
+
 def test_ending_right_after_backward_is_clean_every_time(preloaded: Preloaded, tmp_path: Path) -> None:
     for _ in range(20):
         outcome = preloaded.run("train.py", "--end", "after-backward", folder=tmp_path)

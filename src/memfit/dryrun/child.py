@@ -18,7 +18,9 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memfit.dryrun.devices import before_exit
 from memfit.dryrun.hubs import stop_uploads
+from memfit.dryrun.replacing import follow_replacements
 from memfit.dryrun.writes import WriteSettings, guard_writes, real_files
 
 _ENDINGS = {b"i": "interrupted", b"t": "timeout"}
@@ -53,6 +55,7 @@ class Run:
         from memfit.dryrun.entry import run_as_main
 
         os._exit = self._script_exits  # type: ignore[assignment]
+        before_exit(lambda code: self._keep_result("exit", code & 0xFF, None))
         threading.Thread(target=self._obey, name="memfit-control", daemon=True).start()
         self.probe.start()
         try:
@@ -91,6 +94,11 @@ class Run:
                 self._finished = True
                 with real_files():
                     write_result(self.probe, self._spec, ended=ended, exit_code=exit_code, error=error)
+
+    def replaced(self, program: str) -> None:
+        """The script's process becomes another program: what is known so far is the result."""
+        self.probe.note_missing(f"the script replaced itself by {program}: what that does is not counted")
+        self._keep_result("exit", 0, None)
 
     def _script_exits(self, code: int) -> NoReturn:
         """``os._exit`` for the script: its process ends there and then, but the result is kept."""
@@ -144,6 +152,7 @@ def main() -> NoReturn:
     run = Run(spec)
     if spec["writes"] is not None:
         stop_uploads(run.probe.note_missing)
+    follow_replacements(spec, Path(sys.argv[1]), run.replaced)
     run.run()
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 _MOST_DEVICES = 64
+_Farewell = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_farewells: list[Any] = []  # what C calls must stay
 
 
 @functools.cache
@@ -24,6 +27,15 @@ def _library() -> Any:
     library.memfit_estimate_bytes.restype = ctypes.c_size_t
     library.memfit_traffic.restype = ctypes.c_char_p
     return library
+
+
+def before_exit(tell: Callable[[int], None]) -> None:
+    """Calls ``tell(exit code)`` before this process, and no fork of it, ends by C's ``exit()`` or
+    ``_exit()``."""
+    library = _library()
+    if library is not None:
+        _farewells.append(_Farewell(tell))
+        library.memfit_before_exit(_farewells[-1])
 
 
 def used_devices() -> tuple[int, ...]:
