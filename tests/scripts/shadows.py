@@ -57,6 +57,9 @@ def the_default_device_is_the_scripts():
         and not torch.ones(4, dtype=torch.bool)[None].all(1).logical_not().any()
     )
     assert torch.randn(8, 4).topk(2).indices.shape == (8, 2)
+    widths = torch.pow(2.5, torch.round(torch.log((torch.arange(27) * 36.0 + 24) / 24) / math.log(2.5)))
+    assert widths.int().tolist()[:4] == [1, 2, 6, 6] and widths.dtype is torch.float32
+    assert [f"{rate.item():.2f}" for rate in torch.linspace(0, 0.3, 24)][-1] == "0.30"
     torch.set_default_device("cpu")
 
 

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memfit.dryrun.questions import Kind, Question, op_text
 
 LARGEST_BYTES = 1 << 20
-MOST_FLOATS = 16
-"""Floats are followed in tiny tensors only: learning rates, loss scales, counters of fused optimizers."""
+MOST_FLOATS = 64
+"""Floats are followed in tiny tensors only: learning rates, loss scales, counters of fused optimizers, widths
+and drop rates of the layers of a model that is built on the device."""
 MOST_FILLED = 4096
 """A copy to the host of at most so many unknown floats reads as ones; a larger one stays zeros."""
 
