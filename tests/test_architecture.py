@@ -74,6 +74,7 @@ CHILD_MODULES = {
     "memfit.dryrun.sizes",
     "memfit.dryrun.steps",
     "memfit.dryrun.substitutes",
+    "memfit.dryrun.unmodelled",
     "memfit.planning.evaluate",
     "memfit.planning.evaluate_generation",
     "memfit.planning.evaluate_sizes",

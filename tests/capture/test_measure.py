@@ -15,7 +15,8 @@ from memfit.core.devices import find_gpu
 from memfit.core.errors import ToolFailure, WorkloadFailed
 from memfit.core.timeline import Timeline
 from memfit.core.trace import Trace
-from memfit.dryrun.result import OutOfMemory
+from memfit.dryrun.repeats import with_other_answers
+from memfit.dryrun.result import DryRunResult, OutOfMemory
 from memfit.dryrun.worker import Worker
 
 pytestmark = pytest.mark.dryrun
@@ -123,7 +124,34 @@ def test_phases_trace_and_account(worker, tmp_path):
     assert Timeline.of(Trace.load(path)).peak_bytes + CUBLAS_WORKSPACES == result["peak_requested_bytes"]
     assert result["device_total_bytes"] == A100.context_bytes + result["peak_reserved_bytes"]
     assert result["step_seconds"] == pytest.approx(sum(result["seconds_by_phase"].values()))
-    assert result["value_reads"] == []
+    assert (result["value_reads"], result["not_modelled"], result["estimates"]) == ([], [], {})
+
+
+def test_a_step_steered_by_unknown_values_has_an_interval(worker, tmp_path):
+    file = tmp_path / "sparse.py"
+    file.write_text(
+        "import torch\nfrom memfit import Workload\n\n"
+        "def loss(model, batch):\n"
+        "    out = model(batch)\n"
+        "    return out[out > 0].square().sum()\n\n"
+        "workload = lambda: Workload(name='sparse', model=lambda: torch.nn.Linear(64, 4096),\n"
+        "    batch=lambda: torch.randn(1024, 64), loss=loss)\n"
+    )
+
+    def run(**options):
+        return DryRunResult.from_measure(measure(worker, f"{file}:workload", steps=2, costs=False, **options))
+
+    first = run()
+    (read,) = first.value_reads
+    assert (read.file, read.line, read.kind, read.steers) == (str(file), 6, "size", "yes")
+    result = with_other_answers(first, lambda answers: run(answers=dict(answers)), most=None)
+    assert result.interval is not None and result.interval.repeats == 2
+    requested = result.interval.requested
+    assert requested.low_bytes < first.peak_requested_bytes < requested.high_bytes
+    chosen = 1024 * 4096 * 4  # all of the output, twice: as it is chosen, and squared
+    assert requested.high_bytes - requested.low_bytes > 2 * chosen
+    quiet = DryRunResult.from_measure(measure(worker, SMALL))
+    assert with_other_answers(quiet, run, most=None).interval.repeats == 0
 
 
 def test_micro_batches_and_an_emptied_cache_need_less(worker):

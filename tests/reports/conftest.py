@@ -139,6 +139,8 @@ def fitted(plain_trace: Trace, planned_trace: Trace) -> FitReport:
         planning_seconds=4.2,
         wall_seconds=11.8,
         not_modelled=("cuDNN workspaces come from a model",),
+        confidence="medium",
+        confidence_reasons=("cuDNN workspaces come from a model",),
     )
     return FitReport(
         result=result,

@@ -15,7 +15,7 @@ from memfit.capture.cost_mode import CostMode
 from memfit.capture.graph import StepGraph
 from memfit.capture.step import TrainingStep, build_step
 from memfit.capture.tracker import StepTracker
-from memfit.capture.true_values import Reads, reads_to_json, true_values
+from memfit.capture.true_values import true_values
 from memfit.capture.workloads import from_reference
 from memfit.core.devices import GPU, find_gpu
 from memfit.dryrun.places import is_out_of_memory, oom_value
@@ -57,16 +57,18 @@ def measure(
     costs: bool = True,
     categories: bool = False,
     trace_path: str | None = None,
+    answers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Builds the workload on ``cuda`` and measures its step as it is, without techniques: `measure_step`.
 
     Args:
         workload: a reference of `memfit.capture.workloads.workload_reference`.
         gpu_key: the GPU that this process is on, as `memfit.core.devices.find_gpu` takes it.
+        answers: by place, other answers than the expected ones where values are read that are not known.
     """
     started = time.monotonic()
     gpu = find_gpu(gpu_key)
-    with true_values() as reads:
+    with true_values(answers) as uncertain:
         with out_of_memory_as_value(phase="init") as caught:
             step = build_step(from_reference(workload), device="cuda", micro_batches=micro_batches)
         if caught:
@@ -81,7 +83,8 @@ def measure(
                 categories=categories,
                 trace_path=trace_path,
             )
-    return result | _account(gpu, result, reads) | {"wall_seconds": time.monotonic() - started}
+    account = device_account(gpu, result) | uncertain.to_json()
+    return result | account | {"wall_seconds": time.monotonic() - started}
 
 
 def measure_step(
@@ -221,7 +224,7 @@ def _empty_result(oom: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _account(gpu: GPU, result: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
+def device_account(gpu: GPU, result: Mapping[str, Any]) -> dict[str, Any]:
     """The device's whole account: beside PyTorch's segments, the context and the libraries' own memory."""
     free, total = torch.cuda.mem_get_info()
     beside = total - free - torch.cuda.memory_reserved()
@@ -231,5 +234,4 @@ def _account(gpu: GPU, result: Mapping[str, Any], reads: Reads) -> dict[str, Any
         "device_total_bytes": beside + int(result["peak_reserved_bytes"]),
         "nvml_total_bytes": gpu.nvml_total_bytes,
         "runtime_total_bytes": gpu.runtime_total_bytes,
-        "value_reads": reads_to_json(reads),
     }

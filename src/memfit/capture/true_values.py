@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from memfit.capture import step as step_module
 from memfit.dryrun.assumptions import true_values as make_true_values
+from memfit.dryrun.confidence import TAKEN_AS_EXPECTED
+from memfit.dryrun.devices import estimates
 from memfit.dryrun.interception import intercepting
 from memfit.dryrun.places import is_user_file
-from memfit.dryrun.questions import EXPECTED, Kind, Question
+from memfit.dryrun.questions import Questions
+from memfit.dryrun.unmodelled import Unmodelled
 
 Reads = Counter[tuple[str, int, str, str, str]]
 
@@ -23,44 +27,47 @@ def on_made_up_gpu() -> bool:
     return "MEMFIT_GPU_CC" in os.environ
 
 
+class Uncertain:
+    """What `true_values` yields: the reads of values that are not known, and what was not modelled."""
+
+    def __init__(self, answers: Mapping[str, str]) -> None:
+        self.questions = Questions(answers)
+        self.unmodelled = Unmodelled()
+
+    def to_json(self) -> dict[str, Any]:
+        """``value_reads``, ``not_modelled`` and ``estimates`` of `memfit.dryrun.result.DryRunResult`."""
+        reads = self.questions.reads()
+        sizes = [TAKEN_AS_EXPECTED] if any(read.kind in ("size", "routing") for read in reads) else []
+        return {
+            "value_reads": [asdict(read) for read in reads],
+            "not_modelled": [*self.unmodelled.notes(), *sizes, *self.unmodelled.refused()],
+            "estimates": estimates(),
+        }
+
+
 @contextmanager
-def true_values() -> Iterator[Reads]:
-    """Small tensors keep their values; yields the reads of values that are not known, with file, line,
-    function, op, answer.
+def true_values(answers: Mapping[str, str] | None = None) -> Iterator[Uncertain]:
+    """Small tensors keep their values; yields the account of what is not known.
 
     Does nothing but on the made-up GPU. Must be entered before the step is built, and outside of other
     dispatch modes.
+
+    Args:
+        answers: by place, other answers to give than the expected ones (see `memfit.dryrun.questions`).
     """
-    reads: Reads = Counter()
+    uncertain = Uncertain(answers or {})
     if not on_made_up_gpu():
-        yield reads
+        yield uncertain
         return
-    values = make_true_values(_Listed(reads))
+    values = make_true_values(uncertain.questions)
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        uncertain.unmodelled.see(func, args)
+        return values.call(func, args, kwargs)
+
     # Below PyTorch's modes: under a mode of ours autograd would add gradients out of place.
-    with intercepting(values.call):
-        yield reads
-
-
-class _Listed:
-    """Questions that always get the expected answer, each answer counted in ``reads``."""
-
-    def __init__(self, reads: Reads) -> None:
-        self._reads = reads
-
-    def ask(self, op: str, kind: Kind) -> Question:
-        return _Counted((*read_place(), op), kind, self._reads)
-
-
-class _Counted(Question):
-    """One question of `_Listed`."""
-
-    def __init__(self, place: tuple[str, int, str, str], kind: Kind, reads: Reads) -> None:
-        super().__init__("", kind, EXPECTED)
-        self._place = place
-        self._reads = reads
-
-    def told(self, answer: str) -> None:
-        self._reads[(*self._place, answer)] += 1
+    with intercepting(run):
+        yield uncertain
 
 
 def reads_to_json(reads: Reads) -> list[dict[str, Any]]:

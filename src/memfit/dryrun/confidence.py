@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from memfit.core.units import format_bytes
@@ -57,13 +57,6 @@ def level_of_note(note: str) -> Confidence | None:
         calls = note.partition(": ")[2].split(", ")
         return None if all(call.startswith(_PROFILING) for call in calls) else "low"
     return None if note.startswith(NO_EFFECT) or note == TAKEN_AS_EXPECTED else "medium"
-
-
-def judge(notes: Sequence[str], reads: int) -> Confidence:
-    """The level that follows from what was not modelled and how many values were made up, if no more is
-    known."""
-    levels = [level for level in map(level_of_note, notes) if level is not None]
-    return max([*levels, "high" if reads else "exact"], key=_LEVELS.index)
 
 
 def _estimates(result: DryRunResult) -> Iterator[Reason]:

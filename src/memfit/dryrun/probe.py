@@ -15,7 +15,6 @@ from memfit.core.units import format_bytes
 from memfit.dryrun import frames
 from memfit.dryrun.assumptions import true_values
 from memfit.dryrun.confidence import NOT_COMPUTED, TAKEN_AS_EXPECTED
-from memfit.dryrun.devices import estimates, unknown_calls
 from memfit.dryrun.history import History, Observations, PhaseChange, Position, read_history
 from memfit.dryrun.interception import intercept
 from memfit.dryrun.labels import Labels, op_name
@@ -24,17 +23,12 @@ from memfit.dryrun.owners import Owners
 from memfit.dryrun.questions import Questions
 from memfit.dryrun.recording import MOST_EVENTS, Moment, Recording
 from memfit.dryrun.result import OutOfMemory, ValueRead
-from memfit.dryrun.shadow import MISSING, device_tensors
+from memfit.dryrun.shadow import MISSING
 from memfit.dryrun.steps import StepCounter
+from memfit.dryrun.unmodelled import Unmodelled
 
 aten = torch.ops.aten
 
-_CUDNN = {
-    aten.convolution.default: "convolutions",
-    aten.cudnn_convolution.default: "convolutions",
-    aten._cudnn_rnn.default: "recurrent layers",
-    aten._scaled_dot_product_cudnn_attention.default: "attention by cuDNN",
-}
 _UPLOADS = frozenset({aten._to_copy.default, aten.copy_.default})
 
 
@@ -65,7 +59,7 @@ class Probe:
         self.host = None if real_host_values else LazyHost()
         self.steps = StepCounter(steps, before=self._before_step, after=self._after_step, end=end)
         self.labels.on_new_root = self.owners.note_model
-        self.unknown: collections.Counter[str] = collections.Counter()
+        self.unmodelled = Unmodelled()
         self._phases: list[tuple[Moment, str]] = []
         self._step_ends: list[Moment] = []
         self._busiest = 0
@@ -101,8 +95,8 @@ class Probe:
             raise
         if func in _UPLOADS:
             self._note_upload(args, out)
-        elif func in _CUDNN and torch.backends.cudnn.enabled and device_tensors(args):
-            self.unknown[_CUDNN[func]] += 1
+        else:
+            self.unmodelled.see(func, args)
         return out
 
     def note_out_of_memory(self, error: BaseException, func: Any = None) -> None:
@@ -155,21 +149,13 @@ class Probe:
 
     def not_modelled(self) -> tuple[str, ...]:
         """What the run met that the made-up GPU does not have."""
-        notes = [name for name in self.unknown if name not in _CUDNN.values()]
-        workspace = estimates().get("cuDNN workspace", 0)
-        counted = f"counted as {format_bytes(workspace)}" if workspace else "not counted"
-        for name in dict.fromkeys(_CUDNN.values()):
-            if self.unknown[name]:
-                calls = f"{name}, {self.unknown[name]} calls"
-                notes.append(f"cuDNN's workspaces ({calls}): {counted}, so the peak may be higher")
+        notes = list(self.unmodelled.notes())
         if any(read.kind in ("size", "routing") for read in self.value_reads()):
             notes.append(TAKEN_AS_EXPECTED)
         if self.host is not None and self.host.count:
             which = f"{self.host.count} tensors of the host ({format_bytes(self.host.size_bytes)})"
             notes.append(f"{NOT_COMPUTED} {which}: nothing looked at them (--real-host-values computes them)")
-        refused = unknown_calls()
-        if refused:
-            notes.append(f"CUDA library calls that did nothing: {', '.join(refused)}")
+        notes += self.unmodelled.refused()
         if max(map(len, self.recording.snapshot()["device_traces"])) >= MOST_EVENTS:
             notes.append(
                 f"the beginning of the run in the trace: it holds the last {MOST_EVENTS} events (the peaks "
@@ -179,7 +165,7 @@ class Probe:
 
     def note_missing(self, text: str) -> None:
         """The run met something that is not modelled."""
-        self.unknown[text] += 1
+        self.unmodelled.note(text)
 
     def _note_upload(self, args: Any, out: Any) -> None:
         source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]

@@ -16,6 +16,7 @@ from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
 from memfit.core.errors import WorkloadFailed
 from memfit.core.exactness import Exactness
+from memfit.dryrun.result import DryRunResult
 from memfit.planning.figures import Candidate, Settings, StepFigures
 from memfit.planning.schedules import Lever, Saves, checkpointing
 
@@ -54,12 +55,14 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Final:
-    """What a fresh process measured over three real steps with a plan."""
+    """What a fresh process measured over three real steps with a plan; ``dry_run`` is all that the dry run
+    found out, where it was that engine."""
 
     figures: StepFigures
     value_reads: tuple[Any, ...] = ()
     not_modelled: tuple[str, ...] = ()
     torch: str | None = None
+    dry_run: DryRunResult | None = None
 
 
 class Oracle(Protocol):
@@ -80,8 +83,18 @@ class Oracle(Protocol):
         """The peaks of the step, quickly."""
         ...
 
-    def final(self, techniques: Sequence[Settings], *, trace: str | None = None) -> Final:
-        """The peaks in a process of its own; keeps a trace under that name when one is given."""
+    def final(
+        self,
+        techniques: Sequence[Settings],
+        *,
+        trace: str | None = None,
+        answers: Mapping[str, str] | None = None,
+    ) -> Final:
+        """The peaks in a process of its own; keeps a trace under that name when one is given.
+
+        Args:
+            answers: by place, other answers than the expected ones where values are read that are not known.
+        """
         ...
 
 

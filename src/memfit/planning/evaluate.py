@@ -8,6 +8,7 @@ allocator as in a process of its own, and what it reserves is what it would rese
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.measure import measure_step
+from memfit.capture.measure import device_account, measure_step
 from memfit.capture.step import TrainingStep, build_step
 from memfit.capture.tracker import StepTracker
 from memfit.capture.true_values import on_made_up_gpu, reads_to_json, true_values
@@ -123,21 +124,31 @@ def final(
     target: Mapping[str, Any],
     trace_path: str | None = None,
     seed: int = 0,
+    answers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Builds the workload, applies the plan and measures three real steps: all of it in this process, and
     nothing else.
 
-    Returns the JSON of `memfit.capture.measure.measure_step` with ``value_reads`` and ``not_modelled``.
+    Args:
+        answers: by place, other answers than the expected ones where values are read that are not known;
+            who is alive at the peak is then not told.
+
+    Returns the JSON of `memfit.capture.measure.measure_step` with ``value_reads`` and ``not_modelled``; from
+    the dry run also the other keys of `memfit.dryrun.result.DryRunResult`.
     """
-    with device_of(engine, target) as (device, uncertain):
+    started, gpu = time.perf_counter(), _gpu(target)
+    with device_of(engine, target, answers) as (device, uncertain):
         step = build_step(from_reference(workload), device=device, seed=seed)
         with applied(step, techniques):
-            result = measure_step(step, gpu=_gpu(target), steps=STEPS, categories=True, trace_path=trace_path)
-        return {**result, **uncertain()}
+            result = measure_step(step, gpu=gpu, steps=STEPS, categories=not answers, trace_path=trace_path)
+        account = device_account(gpu, result) if engine == "dryrun" else {}
+        return {**result, **account, **uncertain(), "wall_seconds": time.perf_counter() - started}
 
 
 @contextmanager
-def device_of(engine: str, target: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def device_of(
+    engine: str, target: Mapping[str, Any], answers: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """The device that an engine builds on, ready for use, and what tells what it was not sure of."""
     if engine == "portable":
         from memfit.capture.portable import DEVICE, portable_gpu
@@ -152,8 +163,8 @@ def device_of(engine: str, target: Mapping[str, Any]) -> Iterator[tuple[str, Cal
                 },
             )
     else:
-        with true_values() as reads:
-            yield "cuda", lambda: {"value_reads": reads_to_json(reads), "not_modelled": []}
+        with true_values(answers) as uncertain:
+            yield "cuda", uncertain.to_json
 
 
 def _gpu(data: Mapping[str, Any]) -> GPU:

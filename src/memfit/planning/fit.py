@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import ToolFailure, UsageError
 from memfit.core.exactness import EXACTNESS_ORDER, Exactness
 from memfit.core.units import format_bytes, parse_bytes
+from memfit.dryrun.result import DryRunResult
 from memfit.dryrun.worker import Worker
 from memfit.planning.bench import Oracle, Try
 from memfit.planning.bound import lower_bound
@@ -22,6 +24,7 @@ from memfit.planning.figures import Advice, Settings, StepFigures, Verified
 from memfit.planning.oracle import Engine, open_oracle, preload
 from memfit.planning.plan import FitResult
 from memfit.planning.search import Outcome, Search, recompute_percent
+from memfit.planning.trust import judged, other_answers_note
 
 if TYPE_CHECKING:
     from memfit.core.workload import Workload
@@ -104,6 +107,10 @@ def fit_on(
         show("verify", 0, 1)
         verified = verifier.verify(outcome.chosen.techniques, outcome.chosen.lever.exactness)
         show("verify", 1, 1)
+    chosen = outcome.chosen
+    techniques = () if chosen is None else chosen.techniques
+    final = outcome.plain if chosen is None or chosen.final is None else chosen.final
+    dry = judged(oracle, techniques, final)
     return _result(
         outcome,
         oracle,
@@ -112,6 +119,7 @@ def fit_on(
         spec=spec,
         bounds=bounds,
         verified=verified,
+        dry=dry,
         advice=advice,
         planning_seconds=planning_seconds,
         wall_seconds=time.perf_counter() - started,
@@ -217,12 +225,14 @@ def _result(
     spec: str | None,
     bounds: tuple[float | None, float | None],
     verified: Verified | None,
+    dry: DryRunResult | None,
     advice: tuple[Advice, ...],
     planning_seconds: float,
     wall_seconds: float,
     seed: int,
 ) -> FitResult:
     chosen, plain = outcome.chosen, outcome.plain.figures
+    final = outcome.plain if chosen is None or chosen.final is None else chosen.final
     planned = None if chosen is None or chosen.final is None else chosen.final.figures
     worst = planned if planned is not None else plain
     least = outcome.least.final.figures.peak_reserved_bytes if outcome.least and outcome.least.final else None
@@ -253,32 +263,17 @@ def _result(
         evaluations=outcome.evaluations,
         planning_seconds=planning_seconds,
         wall_seconds=wall_seconds,
-        value_reads=outcome.plain.value_reads,
-        not_modelled=(*outcome.plain.not_modelled, *_unknown_workspaces(outcome, oracle)),
-        notes=outcome.notes,
+        value_reads=final.value_reads if dry is None else tuple(map(asdict, dry.value_reads)),
+        interval=None if dry is None else dry.interval,
+        estimates={} if dry is None else dry.estimates,
+        confidence=None if dry is None else dry.confidence,
+        confidence_reasons=() if dry is None else dry.confidence_reasons,
+        not_modelled=final.not_modelled,
+        notes=(*outcome.notes, *other_answers_note(dry, budget_bytes)),
         advice=advice,
         fingerprint=outcome.facts.fingerprint,
         seed=seed,
     )
-
-
-def _unknown_workspaces(outcome: Outcome, oracle: Oracle) -> list[str]:
-    """What the dry run's own allocator cannot show: workspaces that only the real cuDNN knows."""
-    counts = {
-        what: sum(word in op.name for op in outcome.graph.ops)
-        for what, word in (
-            ("convolutions", "convolution"),
-            ("recurrent layers", "cudnn_rnn"),
-            ("attention by cuDNN", "cudnn_attention"),
-        )
-    }
-    if oracle.engine != "dryrun":
-        return []
-    return [
-        f"cuDNN's workspaces ({what}, {count} calls): not counted, so the peak may be higher"
-        for what, count in counts.items()
-        if count
-    ]
 
 
 def _candidate(tried: Try, plain: StepFigures, budget_bytes: int) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
 from memfit.core.errors import CannotRunHere, ToolFailure, UsageError
+from memfit.dryrun.result import DryRunResult
 from memfit.dryrun.worker import Worker, preload_for
 from memfit.planning.bench import Final, ModelFacts, Peaks
 from memfit.planning.figures import Settings, StepFigures
@@ -179,16 +180,23 @@ class StepOracle:
         """Runs ``"package.module:function"`` in a process of its own; it gets the workload and the device."""
         return self._runner.call(function, **self._arguments, **arguments)
 
-    def final(self, techniques: Sequence[Settings], *, trace: str | None = None) -> Final:
+    def final(
+        self,
+        techniques: Sequence[Settings],
+        *,
+        trace: str | None = None,
+        answers: Mapping[str, str] | None = None,
+    ) -> Final:
         """See `Oracle`."""
         path = None if trace is None else str(self._folder / f"{trace}.memfit-trace")
         result = self._runner.call(
             "memfit.planning.evaluate:final",
             techniques=list(techniques),
             trace_path=path,
+            answers=None if answers is None else dict(answers),
             **self._arguments,
         )
-        return _final_from_json(result, path)
+        return _final_from_json(result, path, self.engine)
 
 
 class InProcess:
@@ -227,7 +235,7 @@ def _resolve(target: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _final_from_json(result: Mapping[str, Any], trace_path: str | None) -> Final:
+def _final_from_json(result: Mapping[str, Any], trace_path: str | None, engine: str) -> Final:
     if result.get("oom"):
         raise ToolFailure(f"the step needs more than {ROOMY_BYTES >> 40} TiB: {result['oom']}")
     return Final(
@@ -237,4 +245,5 @@ def _final_from_json(result: Mapping[str, Any], trace_path: str | None) -> Final
         value_reads=tuple(result.get("value_reads", ())),
         not_modelled=tuple(result.get("not_modelled", ())),
         torch=result.get("torch"),
+        dry_run=DryRunResult.from_measure(result) if engine == "dryrun" else None,
     )

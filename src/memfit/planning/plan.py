@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import InputError, MemfitError, UsageError
 from memfit.core.exactness import EXACTNESS_ORDER, Exactness
 from memfit.core.files import write_atomically
+from memfit.dryrun.result import Confidence, Interval
 from memfit.planning.figures import Advice, Candidate, Settings, StepFigures, Verified
 
 SCHEMA_VERSION = 1
@@ -274,7 +275,9 @@ class FitResult:
 
     ``planned`` is None only when no plan fits; ``least_budget_bytes`` then is the least reserved peak that
     any plan which was tried needs, in bytes, and ``advice`` what other trainings would need. ``candidates``
-    are the points of the time–memory front that were tried.
+    are the points of the time–memory front that were tried. ``value_reads``, ``interval``, ``estimates``,
+    ``confidence`` and ``not_modelled`` are those of the dry run of the chosen plan, or of the plain step
+    where there is none (see `memfit.dryrun.result.DryRunResult`).
     """
 
     workload: str
@@ -304,6 +307,10 @@ class FitResult:
     planning_seconds: float
     wall_seconds: float
     value_reads: tuple[Any, ...] = ()
+    interval: Interval | None = None
+    estimates: Mapping[str, int] = field(default_factory=dict)
+    confidence: Confidence | None = None
+    confidence_reasons: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     advice: tuple[Advice, ...] = ()
@@ -363,6 +370,10 @@ class FitResult:
             "planning_seconds": self.planning_seconds,
             "wall_seconds": self.wall_seconds,
             "value_reads": list(self.value_reads),
+            "interval": None if self.interval is None else asdict(self.interval),
+            "estimates": dict(self.estimates),
+            "confidence": self.confidence,
+            "confidence_reasons": list(self.confidence_reasons),
             "not_modelled": list(self.not_modelled),
             "notes": list(self.notes),
             "advice": [one.to_json() for one in self.advice],

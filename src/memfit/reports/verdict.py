@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.core.units import format_bytes, format_seconds
-from memfit.dryrun.confidence import judge
 from memfit.planning.figures import Advice, StepFigures, Verified
 from memfit.planning.plan import FitResult
 
@@ -159,9 +158,10 @@ def _differences(verified: Verified) -> str:
 def to_mind(result: FitResult) -> tuple[str, ...]:
     """What limits the result: notes, what was not modelled, and values that had to be made up."""
     not_modelled = [f"Not modelled: {text}" for text in result.not_modelled]
-    if result.engine == "dryrun" and (result.not_modelled or result.value_reads):
-        level = judge(result.not_modelled, len(result.value_reads))
-        not_modelled.insert(0, f"Confidence in the memory figures: {level} (what follows says why)")
+    if result.confidence is not None and result.confidence != "exact":
+        said = [reason for reason in result.confidence_reasons if reason not in result.not_modelled]
+        head = f"Confidence in the memory figures: {result.confidence} (what follows says why)"
+        not_modelled[:0] = [head, *said]
     return (*result.notes, *not_modelled, *(_value_read(read) for read in result.value_reads))
 
 
@@ -172,7 +172,12 @@ def _value_read(read: Any) -> str:
     place = str(read.get("file")).rpartition("site-packages/")[2]
     times = f", {read['count']} times" if read.get("count", 1) != 1 else ""
     what = f"{place}:{read.get('line')} ({read.get('op')}{times})"
-    return f"A value that only a real GPU knows was read at {what}; it was answered with {read.get('answer')}"
+    told = f"A value that only a real GPU knows was read at {what}; it was answered with {read.get('answer')}"
+    change = read.get("peak_change_bytes")
+    if change is None:
+        return told
+    other = "changes nothing" if not change else f"changes the peak by {format_bytes(abs(change))}"
+    return f"{told}; {read.get('other_answer')} instead {other}"
 
 
 def apply_lines(result: FitResult, plan_path: str) -> tuple[str, ...]:
