@@ -24,6 +24,7 @@ from memfit.capture.workloads import from_reference
 from memfit.core.devices import GPU
 from memfit.core.errors import MemfitError, ToolFailure, UsageError
 from memfit.dryrun.interception import resume
+from memfit.planning.evaluate_compiled import compiled, is_compiled
 from memfit.planning.figures import Settings
 from memfit.planning.fork import in_fork
 from memfit.planning.plan import apply_settings, micro_batch_count, parameter_shapes, sample_count
@@ -96,6 +97,8 @@ class Session:
 
     def _peaks(self, techniques: Sequence[Settings]) -> dict[str, int]:
         with self._started(techniques):
+            if is_compiled(techniques):
+                gc.collect()  # a first compiled step leaves reference cycles that hold tensors
             torch.cuda.reset_peak_memory_stats()
             self._step.run()
             statistics = torch.cuda.memory_stats()
@@ -137,10 +140,16 @@ def final(
     the dry run also the other keys of `memfit.dryrun.result.DryRunResult`.
     """
     started, gpu = time.perf_counter(), _gpu(target)
-    with device_of(engine, target, answers) as (device, uncertain):
+    with device_of(engine, target, answers) as (device, uncertain), compiled(techniques) as costs_of:
         step = build_step(from_reference(workload), device=device, seed=seed)
         with applied(step, techniques):
-            result = measure_step(step, gpu=gpu, steps=STEPS, categories=not answers, trace_path=trace_path)
+            if costs_of is not None:  # a tracker would run it operator by operator
+                result = measure_step(step, gpu=gpu, steps=STEPS)
+                result |= costs_of(result, gpu)
+            else:
+                result = measure_step(
+                    step, gpu=gpu, steps=STEPS, categories=not answers, trace_path=trace_path
+                )
         account = device_account(gpu, result) if engine == "dryrun" else {}
         return {**result, **account, **uncertain(), "wall_seconds": time.perf_counter() - started}
 

@@ -238,9 +238,10 @@ def _resolve(target: str) -> Any:
 def _final_from_json(result: Mapping[str, Any], trace_path: str | None, engine: str) -> Final:
     if result.get("oom"):
         raise ToolFailure(f"the step needs more than {ROOMY_BYTES >> 40} TiB: {result['oom']}")
+    kept = trace_path if trace_path is not None and Path(trace_path).exists() else None
     return Final(
         figures=StepFigures.from_json(
-            {**result, "peak_by_phase": result.get("phase_peaks"), "trace_path": trace_path}
+            {**result, "peak_by_phase": result.get("phase_peaks"), "trace_path": kept}
         ),
         value_reads=tuple(result.get("value_reads", ())),
         not_modelled=tuple(result.get("not_modelled", ())),

@@ -11,7 +11,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config as functorch_config
 
-from memfit.core.devices import find_gpu
 from memfit.core.errors import CannotRunHere
 from memfit.techniques.joint_partition import PeakPartitioner
 from memfit.techniques.replaced_forward import ReplacedForward
@@ -72,9 +71,7 @@ def _first_line(problem: BaseException) -> str:
 
 def backend_of(settings: CompiledPartition) -> Callable[[fx.GraphModule, Any], Any]:
     """What ``torch.compile(backend=…)`` takes."""
-    partitioner = PeakPartitioner(
-        settings.peak, find_gpu(settings.gpu), fused=settings.backend != "aot_eager"
-    )
+    partitioner = PeakPartitioner(settings.peak, settings.gpu, fused=settings.backend != "aot_eager")
     budget = 1.0 if settings.budget is None else settings.budget
 
     def compile_graph(graph: fx.GraphModule, inputs: Any) -> Any:

@@ -9,9 +9,9 @@ checkpointing already says what is kept, one without a backward), PyTorch's choi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from memfit.capture.costs import LAUNCH_SECONDS, op_class, roofline_seconds
 from memfit.capture.graph import Op
-from memfit.core.devices import GPU
+from memfit.core.devices import GPU, find_gpu
 from memfit.techniques.joint_replay import JointStep, Replay, replay
 from memfit.techniques.joint_solver import Cut, choose, keep_all, least
 from memfit.techniques.joint_step import ReadJoint, read_joint
@@ -38,7 +38,8 @@ _LOCK = threading.RLock()
 class Partitioned:
     """One graph that was cut: what was read, what is kept, and what that runs and holds in thought.
 
-    ``reached`` is False where no cut as lean as asked for was found, and the leanest is used.
+    ``reached`` is False where no cut as lean as asked for was found, and the leanest is used. ``by_budget`` has
+    what PyTorch would keep for each budget that the observation asks for.
     """
 
     step: JointStep
@@ -46,20 +47,29 @@ class Partitioned:
     replay: Replay
     plain_peak_bytes: int
     reached: bool = True
+    by_budget: Mapping[float, frozenset[int]] = field(default_factory=dict)
 
 
-_OBSERVED: list[list[Partitioned]] = []
+class Observation:
+    """The graphs that were cut while it lasts; and PyTorch's choice for each of ``budgets``."""
+
+    def __init__(self, budgets: Sequence[float]) -> None:
+        self.budgets = tuple(budgets)
+        self.graphs: list[Partitioned] = []
+
+
+_OBSERVATIONS: list[Observation] = []
 
 
 @contextmanager
-def observed_partitions() -> Iterator[list[Partitioned]]:
-    """A list of the graphs that are cut while this lasts. The compiler's caches are not used meanwhile."""
-    seen: list[Partitioned] = []
-    _OBSERVED.append(seen)
+def observed_partitions(budgets: Sequence[float] = ()) -> Iterator[Observation]:
+    """Tells of the graphs that are cut while this lasts. The compiler's caches are not used meanwhile."""
+    observation = Observation(budgets)
+    _OBSERVATIONS.append(observation)
     try:
-        yield seen
+        yield observation
     finally:
-        _OBSERVED.remove(seen)
+        _OBSERVATIONS.remove(observation)
 
 
 class PeakPartitioner(CustomPartitionerFn):
@@ -69,21 +79,21 @@ class PeakPartitioner(CustomPartitionerFn):
         peak: the most live bytes, as a share of those that keeping everything needs; None: PyTorch's
         choice, by
             ``torch._functorch.config.activation_memory_budget``.
-        gpu: for the seconds of operators.
+        gpu: whose rates the seconds of operators go by; its name, as the compiler copies its settings.
         fused: whether the back-end fuses pointwise operators.
     """
 
-    def __init__(self, peak: float | None, gpu: GPU, *, fused: bool) -> None:
+    def __init__(self, peak: float | None, gpu: str, *, fused: bool) -> None:
         self.peak, self.gpu, self.fused = peak, gpu, fused
 
     def uuid(self) -> Any:
         """For the compiler's caches: equal for equal cuts; None, that is no caching, where cuts are
         observed."""
-        if _OBSERVED:
+        if _OBSERVATIONS:
             return None
         from memfit import __version__
 
-        return f"memfit-{__version__}-{self.peak}-{self.gpu.key}-{self.fused}"
+        return f"memfit-{__version__}-{self.peak}-{self.gpu}-{self.fused}"
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
@@ -103,35 +113,54 @@ class PeakPartitioner(CustomPartitionerFn):
         read = read_joint(
             graph, backward=frozenset(info.required_bw_nodes), outputs=outputs, gradients=gradients
         )
+        by_budget = {
+            other: _kept_by(own, graph, info, other, read)[0]
+            for observation in _OBSERVATIONS
+            for other in observation.budgets
+        }
         if self.peak is None:
-            nodes = list(own(graph, info, budget))
-            kept = read.storages_of(nodes)
-            missing = read.step.pinned - kept  # attention with dropout, which PyTorch would draw anew
-            self._tell(read.step, kept | missing, reached=True)
-            return [*nodes, *_saved_nodes(read, missing, info)] if missing else nodes
-        cut, reached = self._cut(read.step)
-        self._tell(read.step, cut.kept, reached=reached)
-        return [*info.inputs, *_saved_nodes(read, cut.kept, info)]
+            kept, nodes = _kept_by(own, graph, info, budget, read)
+            reached = True
+        else:
+            cut, reached = self._cut(read.step)
+            kept, nodes = cut.kept, [*info.inputs, *_saved_nodes(read, cut.kept, info)]
+        _tell(read.step, kept, reached, by_budget)
+        return nodes
 
     def _cut(self, step: JointStep) -> tuple[Cut, bool]:
         assert self.peak is not None
-        seconds = [cost_seconds(op, self.gpu, fused=self.fused) for op in step.ops]
+        gpu = find_gpu(self.gpu)
+        seconds = [cost_seconds(op, gpu, fused=self.fused) for op in step.ops]
         whole = replay(step, keep_all(step))
         cut = choose(step, seconds, int(self.peak * whole.peak_bytes))
         return (least(step, seconds), False) if cut is None else (cut, True)
 
-    def _tell(self, step: JointStep, kept: frozenset[int], *, reached: bool) -> None:
-        if not _OBSERVED:
-            return
-        cut = Partitioned(
-            step=step,
-            kept=kept,
-            replay=replay(step, kept),
-            plain_peak_bytes=replay(step, keep_all(step)).peak_bytes,
-            reached=reached,
-        )
-        for seen in _OBSERVED:
-            seen.append(cut)
+
+def _kept_by(
+    own: Any, graph: fx.Graph, info: Any, budget: float, read: ReadJoint
+) -> tuple[frozenset[int], list[fx.Node]]:
+    """PyTorch's choice, and what is drawn beside it: attention with dropout it would run again, and draw anew."""
+    nodes = list(own(graph, info, budget))
+    kept = read.storages_of(nodes)
+    missing = read.step.pinned - kept
+    return kept | missing, [*nodes, *_saved_nodes(read, missing, info)] if missing else nodes
+
+
+def _tell(
+    step: JointStep, kept: frozenset[int], reached: bool, by_budget: Mapping[float, frozenset[int]]
+) -> None:
+    if not _OBSERVATIONS:
+        return
+    cut = Partitioned(
+        step=step,
+        kept=kept,
+        replay=replay(step, kept),
+        plain_peak_bytes=replay(step, keep_all(step)).peak_bytes,
+        reached=reached,
+        by_budget=by_budget,
+    )
+    for observation in _OBSERVATIONS:
+        observation.graphs.append(cut)
 
 
 def cost_seconds(op: Op, gpu: GPU, *, fused: bool) -> float:

@@ -86,12 +86,14 @@ class Replay:
 
     Attributes:
         order: numbers of operators as they run, forward, then backward with what is run again in between.
-        again: those of them that run a second time, in the order of the step.
+        kept: the storages that the cut keeps.
+        again: the operators that run a second time, in the order of the step.
         live_bytes: alive while each one runs, its results included; what was there before is not counted.
         kept_bytes: alive between forward and backward.
     """
 
     order: tuple[int, ...]
+    kept: frozenset[int]
     again: tuple[int, ...]
     live_bytes: npt.NDArray[np.int64]
     kept_bytes: int
@@ -133,6 +135,7 @@ def replay(step: JointStep, kept: Iterable[int]) -> Replay:
             change[end + 1] -= size
     return Replay(
         order=tuple(order),
+        kept=kept,
         again=tuple(sorted(again)),
         live_bytes=np.cumsum(change)[: len(order)],
         kept_bytes=kept_bytes,
