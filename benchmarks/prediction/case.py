@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from prediction.engines import Prediction
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
@@ -22,11 +25,13 @@ class RowsFile:
         name: of the file, without its ending.
         head: everything beside the rows: ``source``, ``repo``, ``commit``, ``counter`` …
         rows: the rows, in the file's order.
+        traces: where recorded events are that rows speak of.
     """
 
     name: str
     head: Mapping[str, Any]
     rows: tuple[Mapping[str, Any], ...]
+    traces: Path = Path("traces")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +48,12 @@ class Case:
         counter: which figure of the run the row is held against.
         above: a second figure of the run that is taken off (``"context"``: the CUDA context), or "".
         environment: variables to set.
-        world_size: processes in the job of which rank 0 is run.
+        world_size: processes in the job of which one is run.
+        rank: which.
         portable: whether the script can be run by the portable engine too.
         note: what is known to differ from what was measured; shown beside the error.
         resolution_bytes: how finely the row's figure was printed.
+        remark: what else there is to compare, in words, from what the script left.
     """
 
     row: Mapping[str, Any]
@@ -59,9 +66,11 @@ class Case:
     above: Literal["", "context"] = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     world_size: int | None = None
+    rank: int = 0
     portable: bool = False
     note: str = ""
     resolution_bytes: int = 1
+    remark: Callable[[Prediction], str] | None = None
 
     @property
     def measured_bytes(self) -> int | None:

@@ -67,7 +67,9 @@ def predict(case: Case, engine: str) -> Prediction:
 def by_dry_run(case: Case) -> Prediction:
     """As ``memfit dryrun`` does it, to the script's own end."""
     words = [sys.executable, str(SCRIPTS / case.script), *case.words]
-    job: dict[str, Any] = {} if case.world_size is None else {"world_size": case.world_size, "rank": 0}
+    job: dict[str, Any] = {}
+    if case.world_size is not None:
+        job = {"world_size": case.world_size, "rank": case.rank}
     with _variables(case.environment):
         result = dry_run(words, gpu=case.gpu, steps="all", repeats=0, output="stderr", **job)
     told: dict[str, Any] = {}

@@ -37,7 +37,7 @@ def read_file(path: Path) -> RowsFile:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not (row.get("oom") or isinstance(row.get("measured_bytes"), int)):
             raise InputError(f"{path}: row {number} has neither measured_bytes nor oom")
-    return RowsFile(name=path.stem, head=head, rows=rows)
+    return RowsFile(name=path.stem, head=head, rows=rows, traces=path.resolve().parent.parent / "traces")
 
 
 def cases_of(file: RowsFile, sources: Iterable[Source]) -> tuple[str, list[Case]]:

@@ -129,7 +129,10 @@ def _beside(outcome: Outcome) -> str:
 
 def _why(outcome: Outcome, source: Source | None) -> str:
     failures = [run.error for run in (outcome.dryrun, outcome.portable) if run is not None and run.error]
+    remark, run = outcome.case.remark, outcome.dryrun
     words = [outcome.case.note, *failures]
+    if remark is not None and run is not None and run.details:
+        words.insert(0, remark(run))
     if misses(outcome, source) and not outcome.case.note:
         words.append("not explained")
     return "; ".join(word.replace("|", "/").replace("\n", " ") for word in words if word)

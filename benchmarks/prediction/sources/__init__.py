@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from prediction.case import Source
-from prediction.sources import apple_cce, liger_kernel, not_rebuilt
+from prediction.sources import apple_cce, course_traces, kineto_resnet50, liger_kernel, not_rebuilt
 
 SOURCES: tuple[Source, ...] = (
     apple_cce.SOURCE,
+    course_traces.MEASUREMENTS,
+    course_traces.SNAPSHOTS,
+    kineto_resnet50.SOURCE,
     liger_kernel.SOURCE,
     *not_rebuilt.SOURCES,
 )
