@@ -29,6 +29,7 @@ def plan(
     engine: Engine = "auto",
     traces: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    compiled: bool = False,
 ) -> FitResult:
     """Find the fastest way to run the workload's training step within ``budget`` on ``gpu``.
 
@@ -44,6 +45,7 @@ def plan(
         engine: ``"dryrun"``, ``"portable"``, or ``"auto"``: the dry run where it is possible.
         traces: folder for the traces of the plain and the planned step; default: a temporary one.
         seed: of everything random in the workload.
+        compiled: try plans of ``torch.compile`` too: its graph cut so that chosen operators run again.
 
     Returns:
         What was found. That nothing fits is a result too (``fits`` is False), with the least budget that
@@ -70,4 +72,5 @@ def plan(
         engine=engine,
         traces=traces,
         seed=seed,
+        compiled=compiled,
     )

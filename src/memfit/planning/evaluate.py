@@ -98,7 +98,8 @@ class Session:
     def _peaks(self, techniques: Sequence[Settings]) -> dict[str, int]:
         with self._started(techniques):
             if is_compiled(techniques):
-                gc.collect()  # a first compiled step leaves reference cycles that hold tensors
+                gc.collect()  # a first compiled step leaves reference cycles that hold tensors,
+                torch.cuda.empty_cache()  # and the compiler's own trials what they were tried on
             torch.cuda.reset_peak_memory_stats()
             self._step.run()
             statistics = torch.cuda.memory_stats()
@@ -144,7 +145,7 @@ def final(
         step = build_step(from_reference(workload), device=device, seed=seed)
         with applied(step, techniques):
             if costs_of is not None:  # a tracker would run it operator by operator
-                result = measure_step(step, gpu=gpu, steps=STEPS)
+                result = measure_step(step, gpu=gpu, steps=STEPS, empty_cache=True)
                 result |= costs_of(result, gpu)
             else:
                 result = measure_step(

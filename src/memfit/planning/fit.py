@@ -48,6 +48,7 @@ def fit(
     engine: Engine = "auto",
     traces: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    compiled: bool = False,
 ) -> FitResult:
     """See `memfit.plan`, which this is."""
     started = time.perf_counter()
@@ -72,6 +73,7 @@ def fit(
             show=show,
             started=started,
             seed=seed,
+            compiled=compiled,
         )
 
 
@@ -86,13 +88,19 @@ def fit_on(
     show: Progress = no_progress,
     started: float | None = None,
     seed: int = 0,
+    compiled: bool = False,
 ) -> FitResult:
     """The search, the bounds and the verification, on an oracle that is open."""
     started = time.perf_counter() if started is None else started
     oracle.facts()
     planning = time.perf_counter()
     outcome = Search(
-        oracle=oracle, gpu=gpu, budget_bytes=reachable(budget_bytes, gpu), allow=allow, progress=show
+        oracle=oracle,
+        gpu=gpu,
+        budget_bytes=reachable(budget_bytes, gpu),
+        allow=allow,
+        compiled=compiled,
+        progress=show,
     ).run()
     bounds = _bounds(outcome, gpu, budget_bytes, show)
     planning_seconds = time.perf_counter() - planning

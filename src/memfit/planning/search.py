@@ -17,6 +17,7 @@ from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
 from memfit.core.exactness import Exactness
 from memfit.planning.bench import Bench, Final, ModelFacts, Oracle, Try, by_seconds
+from memfit.planning.compiled import CompiledExplorer, fused_note
 from memfit.planning.explore import Explorer, Progress
 from memfit.planning.figures import StepFigures
 from memfit.planning.layout import ordered_blocks
@@ -50,6 +51,7 @@ class Search:
     gpu: GPU
     budget_bytes: int
     allow: Exactness = "exact"
+    compiled: bool = False
     progress: Progress = lambda stage, done, total: None
     notes: list[str] = field(default_factory=list)
 
@@ -81,6 +83,8 @@ class Search:
                 notes=self.notes,
             )
             explorer.explore(self.budget_bytes)
+            if self.compiled:
+                self._explore_compiled(bench, plain_try)
             chosen = self._choose(bench)
             surprise = self._surprise(bench)
             if chosen is None and 0 < surprise < self.budget_bytes:
@@ -96,8 +100,14 @@ class Search:
             best_named=self._best_named(bench, chosen),
             tries=tuple(bench.tries.values()),
             evaluations=bench.evaluations,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *fused_note(chosen, bench.tries.values())),
         )
+
+    def _explore_compiled(self, bench: Bench, plain: Try) -> None:
+        explorer = CompiledExplorer(
+            bench=bench, plain=plain, allow=self.allow, progress=self.progress, notes=self.notes
+        )
+        explorer.explore(self.budget_bytes)
 
     def _choose(self, bench: Bench) -> Try | None:
         """The fastest plan that fits, by processes of their own; quick peaks only say which to ask first.

@@ -38,8 +38,8 @@ _LOCK = threading.RLock()
 class Partitioned:
     """One graph that was cut: what was read, what is kept, and what that runs and holds in thought.
 
-    ``reached`` is False where no cut as lean as asked for was found, and the leanest is used. ``by_budget`` has
-    what PyTorch would keep for each budget that the observation asks for.
+    ``reached`` is False where no cut as lean as asked for was found, and the leanest is used. ``by_budget``
+    has what PyTorch would keep for each budget that the observation asks for.
     """
 
     step: JointStep
@@ -139,7 +139,8 @@ class PeakPartitioner(CustomPartitionerFn):
 def _kept_by(
     own: Any, graph: fx.Graph, info: Any, budget: float, read: ReadJoint
 ) -> tuple[frozenset[int], list[fx.Node]]:
-    """PyTorch's choice, and what is drawn beside it: attention with dropout it would run again, and draw anew."""
+    """PyTorch's choice, and what is drawn beside it: attention with dropout it would run again, and draw
+    anew."""
     nodes = list(own(graph, info, budget))
     kept = read.storages_of(nodes)
     missing = read.step.pinned - kept
