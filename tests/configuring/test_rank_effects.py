@@ -110,7 +110,10 @@ def on_a_rank() -> dict[str, Any]:
     model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
     path = "distributed.memory_synchronization"
     flags = ["distributed.num_gpus=2", "memory.gpu_memory.available_memory=1MiB"]
-    configured = configured_by(model, *flags, f"{path}.enabled=true", f"{path}.sync_frequency=2")
+    flags += [f"{path}.enabled=true", f"{path}.sync_frequency=2", f"{path}.repair=1"]
+    configured = configured_by(model, *flags)
+    with torch.no_grad():
+        model[0].bias[0] += groups.rank()  # of two ranks none is right: the one that is named
     means = []
     for _ in range(2):
         with torch.no_grad():
@@ -125,13 +128,21 @@ def on_a_rank() -> dict[str, Any]:
         refused = str(problem)
     configured.memory.deallocate(block)
     configured.close()
-    return {"means": means, "held": held, "refused": refused, "found": configured.synchronization.history}
+    return {
+        "bias": float(model[0].bias[0]),
+        "means": means,
+        "held": held,
+        "refused": refused,
+        "found": configured.synchronization.history,
+    }
 
 
 def test_ranks_are_brought_in_step_and_share_memory():
     for rank, result in enumerate(expect(on_a_rank, ranks=2)):
         assert result["means"] == [float(rank), 0.5]  # averaged after the second step, not the first
-        assert [found.step for found in result["found"]] == [2] and not result["found"][0].divergences
+        (found,) = result["found"]
+        assert found.step == 2 and [(one.ranks, one.source) for one in found.divergences] == [((0,), 1)]
+        assert result["bias"] == 2.0
         assert result["held"] == MIB // 2 and "rank" in result["refused"]
 
 

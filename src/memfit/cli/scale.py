@@ -91,6 +91,10 @@ def scale(
             help="Between GPUs, one direction, like 300GB/s: gives bounds of the step's time.",
         ),
     ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Save the answer's plan, for memfit.distributed.wrap."),
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option(
@@ -111,6 +115,7 @@ def scale(
     from memfit.distributed.scaling import scale as compare
 
     check_output(report, option="--report", suffixes=(".html", ".htm"))
+    check_output(plan_file, option="--plan", suffixes=(".json",))
     with progress(quiet=as_json) as update:
         update("loading torch and the workload")
         result = compare(
@@ -126,7 +131,7 @@ def scale(
             verify=verify,
             progress=update,
         )
-    files = _write(result, report)
+    files = _write(result, report, plan_file)
     if as_json:
         print_json({**result.to_json(), "files": files})
     else:
@@ -170,13 +175,18 @@ def _words(text: str, *, option: str) -> list[str]:
     return words
 
 
-def _write(result: ScaleResult, report: Path | None) -> dict[str, str]:
-    if report is None:
-        return {}
+def _write(result: ScaleResult, report: Path | None, plan_file: Path | None) -> dict[str, str]:
     from memfit.core.files import write_atomically
-    from memfit.reports.scale import scale_page
 
-    return {"report": str(write_atomically(report, scale_page(result)))}
+    written: dict[str, str] = {}
+    plan = result.plan
+    if plan_file is not None and plan is not None:
+        written["plan"] = str(plan.save(plan_file))
+    if report is not None:
+        from memfit.reports.scale import scale_page
+
+        written["report"] = str(write_atomically(report, scale_page(result)))
+    return written
 
 
 def _print(result: ScaleResult, files: dict[str, str]) -> None:

@@ -124,6 +124,16 @@ def choice(*names: str) -> Kind:
     return Kind(" or ".join(names) if len(names) < 3 else f"one of {', '.join(names)}", read)
 
 
+def whole_or(*names: str) -> Kind:
+    """A whole number from 0 on, or one of some names."""
+    words, number = choice(*names), whole(0)
+
+    def read(text: str) -> str | int:
+        return int(number.read(text)) if text[:1].isdigit() else str(words.read(text))
+
+    return Kind(f"{', '.join(names)} or a whole number of 0 or more", read)
+
+
 def _folder(text: str) -> str | bool:
     return FLAGS.get(text.lower(), text)
 

@@ -9,7 +9,18 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
-from memfit.config.kinds import FLAG, FOLDER, LOSS_SCALING, SIZE, TEXT, Kind, choice, share, whole
+from memfit.config.kinds import (
+    FLAG,
+    FOLDER,
+    LOSS_SCALING,
+    SIZE,
+    TEXT,
+    Kind,
+    choice,
+    share,
+    whole,
+    whole_or,
+)
 
 COMPRESSION_ALGORITHMS = (
     "auto",
@@ -133,6 +144,9 @@ class Synchronization:
 
     enabled: bool = _enabled("replicas are compared and brought in step")
     sync_frequency: int = setting(10, whole(1), "every how many steps")
+    repair: str | int = setting(
+        "majority", whole_or("majority", "raise"), "from whom a rank that differs is repaired"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,8 @@ def synchronize(configured: Configured) -> Iterator[str]:
     wanted = configured.configuration.settings.distributed.memory_synchronization
     if not wanted.enabled:
         return
-    synchronization = MemorySynchronization(sync_frequency=wanted.sync_frequency)
+    repair: Any = wanted.repair  # the reader has seen to its values
+    synchronization = MemorySynchronization(sync_frequency=wanted.sync_frequency, repair=repair)
     configured.synchronization = synchronization
     model, optimizer = configured.model, configured.optimizer
     _after_steps(configured, functools.partial(synchronization.step, model, optimizer))

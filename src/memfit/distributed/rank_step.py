@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,8 +144,10 @@ def share_of(batch: Any, parts: int, number: int) -> Any:
 
 
 def quiet() -> None:
-    """Without FSDP2's word to authors of models whose outputs are views: no model here writes into them."""
+    """Without FSDP2's word to authors of models whose outputs are views (no model here writes into them), and
+    DTensor's on how it gathers whole tensors, which is for the comparison."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def _become(rank: int, ranks: int, notes: list[str]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.core.errors import MemfitError
 from memfit.distributed.scaling_values import ScaleCase
 from memfit.distributed.strategies import Strategy, strategy_named
+from memfit.planning.bench import Try
 from memfit.planning.oracle import StepOracle, open_oracle
 from memfit.planning.search import Search
 
@@ -28,8 +29,8 @@ ROUNDS = 2
 NONE_FITS = "no plan that was tried fits"
 HOPELESS_SHARE = 1.25
 HOPELESS = (
-    "no plan was sought: full checkpointing needs over a quarter more than there is, and exact plans are hardly "
-    "leaner (--allow reordered has more levers)"
+    "no plan was sought: full checkpointing needs over a quarter more than there is, and exact plans are "
+    "hardly leaner (--allow reordered has more levers)"
 )
 
 
@@ -73,7 +74,8 @@ class Planner:
                 found = None if budget <= 0 else self._found(oracle, budget)
                 if found is None:
                     return case
-                case = self._runner.case(strategy, "planned", found)
+                case = self._runner.case(strategy, "planned", found.techniques)
+                case = replace(case, exactness=found.lever.exactness)
                 if case.fits or case.problem is not None:
                     return case
                 budget -= case.peak_reserved_bytes - case.limit_bytes
@@ -87,13 +89,12 @@ class Planner:
             return False
         return full.peak_requested_bytes > HOPELESS_SHARE * full.limit_bytes
 
-    def _found(self, oracle: StepOracle, budget_bytes: int) -> tuple[Mapping[str, Any], ...] | None:
-        """The techniques of the fastest plan within the budget; None where none fits."""
+    def _found(self, oracle: StepOracle, budget_bytes: int) -> Try | None:
+        """The fastest plan within the budget; None where none fits."""
         search = Search(
             oracle=oracle, gpu=self._asked.gpu, budget_bytes=budget_bytes, allow=self._asked.allow
         )
-        chosen = search.run().chosen
-        return None if chosen is None else chosen.techniques
+        return search.run().chosen
 
     def _oracle(self, samples: int) -> StepOracle:
         if samples not in self._oracles:

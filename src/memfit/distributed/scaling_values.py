@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from memfit.core.exactness import Exactness
 from memfit.distributed.verification import VerifiedOnRanks
+from memfit.planning.figures import StepFigures
+from memfit.planning.plan import Plan
 
 SCHEMA_VERSION = 1
 Batch = Literal["whole", "each"]
@@ -29,7 +32,7 @@ class ScaleCase:
 
     Attributes:
         gpus, strategy, plan: what was run.
-        techniques: of the plan, as settings.
+        techniques: of the plan, as settings; ``exactness``: how far they move results.
         samples: of this rank.
         rank: that was measured: 0, or one that needs more.
         peak_requested_bytes, peak_allocated_bytes, peak_reserved_bytes: as in a dry run's result.
@@ -50,6 +53,7 @@ class ScaleCase:
     strategy: str
     plan: PlanName
     techniques: tuple[Mapping[str, Any], ...] = ()
+    exactness: Exactness = "exact"
     samples: int = 0
     rank: int = 0
     peak_requested_bytes: int = 0
@@ -149,6 +153,28 @@ class ScaleResult:
         best = self.best
         return best.plan if best is not None and best.gpus == 1 else None
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the best case, to save and to give to `memfit.distributed.wrap`; None: it has none."""
+        best = self.best
+        if best is None or not best.techniques:
+            return None
+        like = (c for c in self.cases if (c.gpus, c.strategy, c.plan) == (best.gpus, best.strategy, "plain"))
+        plain = _figures(next(like, best))
+        planned = _figures(best)
+        more = planned.step_seconds / plain.step_seconds - 1 if plain.step_seconds else 0.0
+        return Plan(
+            workload=self.workload,
+            workload_spec=self.workload_spec,
+            gpu=self.gpu,
+            budget_bytes=best.limit_bytes,
+            techniques=best.techniques,
+            exactness=best.exactness,
+            plain=plain,
+            planned=planned,
+            recompute_percent=100.0 * more,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The one JSON object of ``memfit scale --json``."""
         best = self.best
@@ -177,6 +203,16 @@ class ScaleResult:
             "notes": list(self.notes),
             "wall_seconds": self.wall_seconds,
         }
+
+
+def _figures(case: ScaleCase) -> StepFigures:
+    return StepFigures(
+        peak_requested_bytes=case.peak_requested_bytes,
+        peak_allocated_bytes=case.peak_allocated_bytes,
+        peak_reserved_bytes=case.peak_reserved_bytes,
+        step_seconds=case.compute_seconds or 0.0,
+        flops=float(case.flops),
+    )
 
 
 def _cost(case: ScaleCase) -> tuple[float, int, int]:

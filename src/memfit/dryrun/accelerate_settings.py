@@ -43,8 +43,8 @@ _UNSUPPORTED = ("use-deepspeed", "use-megatron-lm", "use-parallelism-config", "t
 
 
 def with_configuration(options: Mapping[str, str]) -> dict[str, str]:
-    """The options, and where they say nothing what the configuration file says (accelerate's own default file,
-    if there is one and none is named). Names have dashes.
+    """The options, and where they say nothing what the configuration file says: the one that is named, or
+    accelerate's default file if there is one. Names have dashes.
 
     Raises:
         InputError: a file that cannot be read.

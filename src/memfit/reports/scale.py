@@ -22,17 +22,18 @@ HEADS: tuple[tuple[str, bool], ...] = (
     ("GPUs", True),
     ("strategy", False),
     ("plan", False),
-    ("samples", True),
-    ("PyTorch reserves", True),
+    ("batch", True),
+    ("reserves", True),
     ("GPU memory", True),
-    ("", False),
+    ("fits", False),
     ("computes", True),
     ("sends", True),
 )
 """Columns of the table, and whether each holds numbers."""
 ROWS_NOTE = (
-    "Per GPU, of the rank that needs most. GPU memory: PyTorch's segments, CUDA context and NCCL. Computes: "
-    "the operators of a step, predicted; sends: what the collectives of a step send, counted."
+    "Per GPU, of the rank that needs most. Batch: its samples. Reserves: PyTorch's segments; GPU memory: "
+    "with CUDA context and NCCL. Computes: the operators of a step, predicted; sends: what its collectives "
+    "send, counted. Checkpointed: every block."
 )
 
 
@@ -64,12 +65,12 @@ def heads(result: ScaleResult) -> tuple[tuple[str, bool], ...]:
 
 def row(result: ScaleResult, case: ScaleCase) -> tuple[str, ...]:
     """The cells of one case that ran."""
-    verdict = "fits, tightly" if case.tight else "fits" if case.fits else "does not fit"
+    verdict = "tightly" if case.tight else "yes" if case.fits else "no"
     bounds = case.step_seconds_bounds
     cells = (
         str(case.gpus),
         case.strategy,
-        PLAN_TITLES[case.plan],
+        {"full": "checkpointed"}.get(case.plan, PLAN_TITLES[case.plan]),
         str(case.samples),
         format_bytes(case.peak_reserved_bytes),
         _memory(case),
@@ -104,9 +105,7 @@ def notes(result: ScaleResult) -> tuple[str, ...]:
         (f"No step times: {NO_STEP_SECONDS}.",) if multiple and result.link_bytes_per_second is None else ()
     )
     tight = any(case.tight for case in result.cases)
-    explained = (
-        ("Fits, tightly: only as PyTorch gives back cached memory when it runs short.",) if tight else ()
-    )
+    explained = ("Tightly: only as PyTorch gives back cached memory when it runs short.",) if tight else ()
     return (ROWS_NOTE, *(f"{note[0].upper()}{note[1:]}." for note in result.notes), *explained, *unknown)
 
 
@@ -133,7 +132,7 @@ def scale_text(result: ScaleResult) -> RenderableType:
     """The comparison for a terminal or a pipe."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for name, is_number in heads(result):
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     for case in result.cases:
         if case.problem is None:
             style = "bold" if case == result.best else "" if case.fits else "dim"
