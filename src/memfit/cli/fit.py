@@ -117,6 +117,14 @@ def fit(
             help="Fit generation instead of training: weights, prefill, growth of the KV cache.",
         ),
     ] = False,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Try torch.compile as well: its graph cut so that chosen operators run again, by PyTorch's "
+            "own budgets and for the peak. Fused code needs --allow reordered.",
+        ),
+    ] = False,
     new_tokens: Annotated[
         int, typer.Option("--new-tokens", metavar="N", min=1, help="How many tokens --inference generates.")
     ] = 128,
@@ -130,7 +138,7 @@ def fit(
     """
     asked = Asked(
         workload=workload, gpu=gpu, budget=budget, allow=allow, verify=verify, engine=engine,
-        report=report, plan_file=plan_file, png=png,
+        report=report, plan_file=plan_file, png=png, compiled=compiled,
     )  # fmt: skip
     asked.check_outputs()
     if sweep or maximize or inference or gpu == "any":
@@ -176,6 +184,7 @@ class Asked:
     report: Path | None
     plan_file: Path | None
     png: Path | None
+    compiled: bool = False
 
     def check_outputs(self) -> None:
         """Every file can be written, which is checked before the long work. Raises UsageError."""
@@ -198,6 +207,7 @@ class Asked:
             "--report": self.report,
             "--plan": self.plan_file,
         }
+        more = ("--compile", *more) if self.compiled else more
         words += [word for name, value in options.items() if value is not None for word in (name, str(value))]
         return shell_line([*words, *more, *([] if self.verify else ["--no-verify"])])
 
@@ -206,6 +216,7 @@ STAGES: Mapping[str, str] = {
     "plain step": "running the plain step",
     "options": "measuring what blocks can keep",
     "plans": "trying plans",
+    "compiled plans": "compiling the model, its graph cut for the budget",
     "finalists": "running the best plans in processes of their own",
     "lower bound": "proving how little must be computed again",
     "advice": "running other trainings, as nothing that keeps this one fits",
@@ -230,6 +241,7 @@ def _search(asked: Asked, traces: Path, *, quiet: bool) -> FitResult:
             engine=asked.engine.value,
             traces=traces,
             progress=lambda stage, done, total: update(STAGES.get(stage, stage), done, total),
+            compiled=asked.compiled,
         )
 
 

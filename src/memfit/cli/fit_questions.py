@@ -42,6 +42,8 @@ def run_question(
     both = [name for name, there in questions.items() if there]
     if len(both) > 1 and set(both) != {"--maximize", "--inference"}:
         raise UsageError(f"{' and '.join(both)}: ask one of them at a time")
+    if asked.compiled:
+        raise UsageError(f"--compile plans for one budget: leave out {' and '.join(both)}, or --compile")
     if inference:
         from memfit.cli.fit_inference import run_inference
 

@@ -71,8 +71,8 @@ def compare(
     workload: Workload, techniques: Sequence[Settings], exactness: Exactness, seed: int = 0
 ) -> Verified:
     """Runs both and compares. Raises what the workload raises."""
-    cut = micro_batch_count(techniques) > 1
-    with one_thread(), without_dropout() if cut else nullcontext():
+    redraws = _redraws(techniques)
+    with one_thread(), without_dropout() if redraws else nullcontext():
         scale = scale_for(workload, techniques)
         plain = _run(workload, scale, (), seed)
         planned = _run(workload, scale, techniques, seed)
@@ -87,13 +87,22 @@ def compare(
         passed=passed,
         bitwise=not differences,
         device="cpu",
-        scale=f"{scale.text}, dropout off (micro-batches draw other masks)" if cut else scale.text,
+        scale=f"{scale.text}, dropout off ({redraws} other masks)" if redraws else scale.text,
         steps=STEPS,
         max_relative_error=error,
         tolerance=tolerance,
         differences=tuple(differences[:8]),
         reason=reason,
     )
+
+
+def _redraws(techniques: Sequence[Settings]) -> str:
+    """What of a plan draws other dropout masks than the plain step, in words; empty where nothing does."""
+    if micro_batch_count(techniques) > 1:
+        return "micro-batches draw"
+    compiled = [s for s in techniques if s["technique"] == "compiled_partition"]
+    fused = any(s.get("backend", "inductor") != "aot_eager" for s in compiled)
+    return "compiled code draws" if fused else ""
 
 
 @contextmanager

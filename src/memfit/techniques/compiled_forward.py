@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +28,20 @@ class CompiledForward(ReplacedForward):
         module: the module whose ``forward`` this replaces.
         settings: how it is compiled and cut.
         previous: a ``forward`` that was set on the instance before, if any.
+        compiler: shared by modules that are alike, so that each graph is compiled once.
     """
 
     def __init__(
-        self, module: nn.Module, settings: CompiledPartition, previous: Callable[..., Any] | None = None
+        self,
+        module: nn.Module,
+        settings: CompiledPartition,
+        previous: Callable[..., Any] | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         super().__init__(module, previous)
         self.settings = settings
         self._kind = type(module).__name__
-        self._compiled: Callable[..., Any] | None = None
+        self._compiler = Compiler(settings) if compiler is None else compiler
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledForward, (self._module(), self.settings, self._previous)
@@ -43,17 +50,30 @@ class CompiledForward(ReplacedForward):
         original = self.original()
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        if self._compiled is None:
-            self._compiled = torch.compile(
-                _same, backend=backend_of(self.settings), dynamic=self.settings.dynamic
-            )
         try:
-            return self._compiled(original, args, kwargs)
+            return self._compiler.compiled(original, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as problem:
             raise CannotRunHere(
                 f"{self.settings.name}: torch.compile cannot compile this {self._kind}: "
                 f"{_first_line(problem)}; memfit.undo(model) lets it run as it is"
             ) from problem
+
+
+class Compiler:
+    """``torch.compile`` with a technique's settings, at the first call.
+
+    PyTorch keeps what it compiled with the code of the function that was compiled, up to a number of
+    graphs, and compiles no further beyond it. So each compiler has a copy of the code of its own.
+    """
+
+    def __init__(self, settings: CompiledPartition) -> None:
+        self._settings = settings
+
+    @cached_property
+    def compiled(self) -> Callable[..., Any]:
+        """The compiled `_same`."""
+        own = FunctionType(_same.__code__.replace(co_name=f"compiled_{id(self)}"), globals())
+        return torch.compile(own, backend=backend_of(self._settings), dynamic=self._settings.dynamic)
 
 
 def _same(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

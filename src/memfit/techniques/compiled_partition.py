@@ -112,12 +112,15 @@ class CompiledPartition(Technique):
         return Saving(peak_bytes=int((1 - self.budget) * kept), note=note)
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
-        from memfit.techniques.compiled_forward import CompiledForward
+        from memfit.techniques.compiled_forward import CompiledForward, Compiler
         from memfit.techniques.replaced_forward import set_forwards
 
         refuse_second(model, CompiledPartition)
         parts = {id(part): part for part in self._parts(bare_model(model))}.values()
-        return set_forwards((part, CompiledForward(part, self, vars(part).get("forward"))) for part in parts)
+        compiler = Compiler(self)
+        return set_forwards(
+            (part, CompiledForward(part, self, vars(part).get("forward"), compiler)) for part in parts
+        )
 
     def _parts(self, root: nn.Module) -> list[nn.Module]:
         from memfit.techniques.blocks import block_names, get_block
