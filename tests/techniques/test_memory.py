@@ -77,7 +77,7 @@ def test_ligers_kernels_run_in_the_dry_run(gpt2: Any) -> None:
     alone = gpt2.call("measure", techniques=[liger])["allocated_bytes"]
     with_checkpointing = gpt2.call("measure", techniques=[liger, _checkpointing()])["allocated_bytes"]
     assert alone / GiB == pytest.approx(9.82, abs=0.02)
-    assert with_checkpointing / GiB == pytest.approx(2.5, abs=0.3)
+    assert with_checkpointing / GiB == pytest.approx(2.74, abs=0.02)
 
 
 @pytest.mark.parametrize("save", [(), ("attention",), ("random:0",), ("random:1", "linear"), ("random",)])
