@@ -134,3 +134,18 @@ def test_one_rank_of_torchrun_runs(preloaded: Preloaded, tmp_path: Path) -> None
     outcome = preloaded.run_words(["torchrun", "--nproc-per-node=1", "distributed.py"], folder=tmp_path)
     assert outcome.result.ended == "steps", outcome.stderr
     assert any("NCCL" in note for note in outcome.result.not_modelled)
+
+
+def test_symmetric_memory_is_refused_in_a_line(preloaded: Preloaded, tmp_path: Path) -> None:
+    script = tmp_path / "symmetric.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "import torch.distributed._symmetric_memory as symmetric\n"
+        "dist.init_process_group('nccl')\n"
+        "x = symmetric.empty(4096, device='cuda')\n"
+        "symmetric.rendezvous(x, dist.group.WORLD)\n"
+    )
+    outcome = preloaded.run_words(["torchrun", str(script)], folder=tmp_path)
+    assert outcome.stderr.splitlines()[-1].endswith("turn it off to learn of all else")
+    assert outcome.result.error is not None and outcome.result.error.line == 5
+    assert any(note.startswith("symmetric memory:") for note in outcome.result.not_modelled)

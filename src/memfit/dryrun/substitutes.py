@@ -19,6 +19,7 @@ TUNED = "torch.compile with autotuning: the kernels that it measured and chose a
 NCCL = "NCCL: the buffers of its communicators (0.5 to 0.7 GB each) are not counted"
 NCCL_ESTIMATED = "NCCL: 0.6 GB for each communicator of several ranks, an estimate (0.5 to 0.7 GB are seen)"
 GRAPHS = "CUDA graphs: what the driver takes for each is not counted (their private pools are)"
+SYMMETRIC = "symmetric memory: ranks look into each other's device memory, which a made-up GPU does not have"
 SPAWNED = "processes that the script started itself: only its main process is measured"
 
 
@@ -31,6 +32,7 @@ def install(note: NoteMissing) -> None:
     after_import(
         {
             "torch.distributed.distributed_c10d": functools.partial(_distributed, note),
+            "torch.distributed._symmetric_memory": functools.partial(_symmetric, note),
             "torch.multiprocessing.spawn": functools.partial(_spawn, note),
         }
     )
@@ -75,6 +77,23 @@ def _distributed(note: NoteMissing, module: Any) -> None:
     module.init_process_group = init_process_group
     if getattr(torch, "distributed", None) is not None:
         torch.distributed.init_process_group = init_process_group
+
+
+def _symmetric(note: NoteMissing, module: Any) -> None:
+    """Buffers are made as on a GPU; where ranks exchange them, and before NVSHMEM is started, the script ends
+    with one line."""
+    original = module.set_backend
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        note(SYMMETRIC)
+        raise RuntimeError(f"memfit dryrun: {SYMMETRIC}; turn it off to learn of all else")
+
+    def set_backend(name: str) -> None:
+        refuse() if name == "NVSHMEM" else original(name)
+
+    module.set_backend = functools.wraps(original)(set_backend)
+    module.rendezvous = functools.wraps(module.rendezvous)(refuse)
+    module._SymmetricMemory.rendezvous = staticmethod(refuse)
 
 
 def _spawn(note: NoteMissing, module: Any) -> None:
