@@ -18,7 +18,7 @@ from memfit.dryrun.environment import gpu_environment
 pytestmark = pytest.mark.dryrun
 
 ESTIMATED = {
-    "conv2d": ["cuDNN workspace"],
+    "conv2d": ["cuDNN workspace", "convolution workspace beside the peaks"],
     "LSTM": ["cuDNN dropout states", "cuDNN RNN workspace and reserve space"],
     "GRU": ["cuDNN RNN workspace and reserve space"],
     "FFT": ["cuFFT work area"],

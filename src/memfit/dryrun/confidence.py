@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memfit.core.units import format_bytes
+from memfit.dryrun.device_memory import with_device_memory
 from memfit.dryrun.result import Confidence, DryRunResult
 
 _LEVELS: tuple[Confidence, ...] = ("exact", "high", "medium", "low")
@@ -32,10 +33,12 @@ TAKEN_AS_EXPECTED = "sizes that depend on unknown values: taken as expected (see
 
 
 def with_confidence(result: DryRunResult) -> DryRunResult:
-    """``result`` with its level of confidence and the reasons for it, the gravest first."""
+    """``result`` with its level of confidence and the reasons for it, the gravest first; and with the
+    device's memory as low, expected and high."""
     reasons = sorted(_reasons(result), key=lambda reason: -_LEVELS.index(reason[0]))
     level = reasons[0][0] if reasons else "exact"
-    return replace(result, confidence=level, confidence_reasons=tuple(text for _, text in reasons))
+    texts = tuple(text for _, text in reasons)
+    return with_device_memory(replace(result, confidence=level, confidence_reasons=texts))
 
 
 def _reasons(result: DryRunResult) -> Iterator[Reason]:

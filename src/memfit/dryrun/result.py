@@ -16,6 +16,7 @@ from memfit.dryrun.accounts import (
     imbalance,
     rank_from_json,
 )
+from memfit.dryrun.uncertainty import Uncertain
 
 SCHEMA_VERSION = 1
 
@@ -159,7 +160,9 @@ class DryRunResult:
         interval: the peaks where values that are not known were answered otherwise; None: not repeated.
         not_modelled: what the run met that the made-up GPU does not have.
         estimates: sizes that came from a rule and not from the library that a GPU would ask, by name; the
-            largest bytes of each.
+            largest bytes of each. What is "beside the peaks" is no part of them.
+        device_memory: the device total as low, expected and high, with the parts that make the difference:
+            what libraries and drivers decide, and values that nobody knows.
         confidence: how far the peaks can be trusted, by the rule of `memfit.dryrun.confidence`.
         confidence_reasons: why it is no better.
         wall_seconds: from the start of the process to its end.
@@ -194,6 +197,7 @@ class DryRunResult:
     interval: Interval | None = None
     not_modelled: tuple[str, ...] = ()
     estimates: Mapping[str, int] = field(default_factory=dict)
+    device_memory: Uncertain | None = None
     confidence: Confidence = "medium"
     confidence_reasons: tuple[str, ...] = ()
     wall_seconds: float
@@ -276,7 +280,9 @@ def _plain(value: Any) -> Any:
 def _nested(value: Mapping[str, Any]) -> dict[str, Any]:
     """The parts that are values themselves, built from their JSON."""
     oom, error, interval = value.get("oom"), value.get("error"), value.get("interval")
+    memory = value.get("device_memory")
     return {
+        "device_memory": None if memory is None else Uncertain.from_json(memory),
         "oom": None if oom is None else OutOfMemory(**oom),
         "error": None if error is None else ScriptError(**error),
         "value_reads": tuple(ValueRead(**read) for read in value.get("value_reads", ())),

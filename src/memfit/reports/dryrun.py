@@ -15,6 +15,7 @@ from memfit.dryrun.result import DryRunResult, Interval, OutOfMemory, ValueRead
 from memfit.reports import text
 from memfit.reports.account import Account
 from memfit.reports.several import devices_table, place_in_job, ranks_table
+from memfit.reports.spread import device_memory_line
 
 PHASE_LABELS = {
     "init": "Before the first forward",
@@ -48,7 +49,7 @@ def dry_run_text(result: DryRunResult) -> RenderableType:
         parts += _section("Each rank (the figures above are the fullest one's)", ranks_table(result))
     if result.peak_by_phase:
         parts += _section("Alive at the peak, by the phase that allocated it", _phases(result))
-    parts += ["", _verdict(result), *(Text(line) for line in _trust(result))]
+    parts += ["", _verdict(result), *(Text(line) for line in (*_device_memory(result), *_trust(result)))]
     if result.oom is not None:
         parts += [Padding(_shortage(result.oom), (0, 0, 0, 2))]
     parts += [Text(line) for line in _notes(result)]
@@ -125,6 +126,15 @@ def _shortage(oom: OutOfMemory) -> Text:
     module = f", module {oom.module}" if oom.module else ""
     place = _place(oom.file, oom.line, oom.function)
     return Text(f"{what}; {left}.\nAt {place}, in the {oom.phase} phase{module}.")
+
+
+def _device_memory(result: DryRunResult) -> Iterable[str]:
+    """The device's memory as low, expected and high, with what makes the difference."""
+    if result.device_memory is None:
+        return
+    yield device_memory_line(result.device_memory)
+    if result.fits and result.device_memory.high_bytes > result.nvml_total_bytes:
+        yield "It may not fit: the highest of that is more than the GPU has."
 
 
 def _trust(result: DryRunResult) -> Iterable[str]:

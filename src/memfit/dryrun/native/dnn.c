@@ -1,8 +1,8 @@
-// cuDNN for convolution, batch norm and attention: graphs build, one engine is always found, nothing is computed.
+// cuDNN for batch norm, CTC and the convolutions of before the graph API (which is in dnn_graph.c): nothing is computed.
 //
-// What only the real cuDNN knows is how much workspace its engines want. Here every plan wants
-// MEMFIT_CUDNN_WORKSPACE_BYTES (0), and the reserve space of batch norm is 0, so peaks of convolutions and of cuDNN's
-// attention are lower bounds; the first such plan is noted as an estimate.
+// What only the real cuDNN knows is how much workspace it wants. Here that is MEMFIT_CUDNN_WORKSPACE_BYTES (0), and the
+// reserve space of batch norm is 0 (as in a public trace of ResNet-50), so the peaks are what PyTorch alone decides; the
+// first such call is noted as an estimate. What convolutions would like is kept beside them (workspaces.c).
 //
 // Descriptors are the real library's (they hold numbers and touch no device), except where a file here says otherwise.
 #include "stub.h"
@@ -44,64 +44,6 @@ API Status cudnnSetStream(cudnnHandle_t handle, cudaStream_t stream) {
 }
 API Status cudnnGetStream(cudnnHandle_t handle, cudaStream_t *stream) {
   *stream = ((Handle *)handle)->stream;
-  return DONE;
-}
-
-// ----------------------------------------------- the graph API: a descriptor remembers nothing ----
-
-API Status cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t type, cudnnBackendDescriptor_t *out) {
-  *out = calloc(1, 64);
-  return *out ? DONE : CUDNN_STATUS_ALLOC_FAILED;
-}
-API Status cudnnBackendDestroyDescriptor(cudnnBackendDescriptor_t descriptor) {
-  free(descriptor);
-  return DONE;
-}
-EXPORT_CONSTANT(cudnnBackendSetAttribute, DONE)
-EXPORT_CONSTANT(cudnnBackendFinalize, DONE)
-EXPORT_CONSTANT(cudnnBackendExecute, DONE)
-
-static size_t element_bytes(cudnnBackendAttributeType_t type) {
-  switch (type) {
-    case CUDNN_TYPE_INT64:
-    case CUDNN_TYPE_DOUBLE:
-    case CUDNN_TYPE_HANDLE:
-    case CUDNN_TYPE_VOID_PTR:
-      return 8;
-    case CUDNN_TYPE_CHAR:
-    case CUDNN_TYPE_BOOLEAN:
-      return 1;
-    case CUDNN_TYPE_BACKEND_DESCRIPTOR:
-      return 0;  // the caller made them: leave them be
-    default:
-      return 4;
-  }
-}
-
-static bool has_one_value(cudnnBackendAttributeName_t name) {
-  switch (name) {
-    case CUDNN_ATTR_ENGINEHEUR_RESULTS:
-    case CUDNN_ATTR_ENGINECFG_ENGINE:
-    case CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE:
-    case CUDNN_ATTR_ENGINECFG_SHARED_MEMORY_USED:
-    case CUDNN_ATTR_ENGINE_GLOBAL_INDEX:
-    case CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT:
-    case CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE:
-      return true;
-    default:
-      return false;
-  }
-}
-
-API Status cudnnBackendGetAttribute(cudnnBackendDescriptor_t descriptor, cudnnBackendAttributeName_t name,
-                                    cudnnBackendAttributeType_t type, int64_t room, int64_t *count, void *out) {
-  bool any = has_one_value(name);
-  if (count) *count = any;
-  if (!out || !any || room <= 0) return DONE;
-  memset(out, 0, element_bytes(type));
-  if (name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE || name == CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE)
-    *(int64_t *)out = (int64_t)workspace();
-  if (name == CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT) *(int64_t *)out = 1;
   return DONE;
 }
 
