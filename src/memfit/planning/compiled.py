@@ -33,6 +33,8 @@ TIGHT_SHARE = 0.97
 LUCK_SHARE = 0.02
 """By how much a cut may exceed the budget in thought and still be run."""
 
+EXPANDABLE: Settings = {"technique": "allocator_settings", "expandable_segments": True}
+
 Progress = Callable[[str, int, int], None]
 Figures = Mapping[str, Any]
 """What `memfit.planning.evaluate_compiled.CompiledSession` says of a cut."""
@@ -118,10 +120,13 @@ class CompiledExplorer:
             search = _Search(self, session, way, budget_bytes)
             return search.run()
 
-    def evaluate(self, way: Way, setting: Mapping[str, float], figures: Figures, whole: Figures) -> Try:
-        """Runs one cut."""
-        settings = self.settings(way.backend, setting)
-        lever = Lever(name=_name(way, setting), settings=(settings,), exactness=way.exactness)
+    def evaluate(
+        self, way: Way, setting: Mapping[str, float], figures: Figures, whole: Figures, *, expandable: bool
+    ) -> Try:
+        """Runs one cut, with the default allocator or with expandable segments."""
+        settings = [self.settings(way.backend, setting), *([EXPANDABLE] if expandable else [])]
+        name = f"{_name(way, setting)}{', expandable segments' if expandable else ''}"
+        lever = Lever(name=name, settings=tuple(settings), exactness=way.exactness)
         if way.is_fused:
             more = figures["fused_seconds"] - whole["unfused_seconds"]
         else:
@@ -168,7 +173,13 @@ class _Search:
         return [first, *self._budgets(), *self._tighten()]
 
     def _try(self, setting: Mapping[str, float], figures: Figures) -> Try:
-        return self.explorer.evaluate(self.way, setting, figures, self.whole)
+        """Runs a cut; where only fragmentation keeps it from fitting, with expandable segments too."""
+        tried = self.explorer.evaluate(self.way, setting, figures, self.whole, expandable=False)
+        if self._fits(tried) or tried.peaks.failure or tried.peaks.allocated_bytes > self.budget_bytes:
+            return tried
+        other = self.explorer.evaluate(self.way, setting, figures, self.whole, expandable=True)
+        better = other.peaks.failure is None and other.peaks.reserved_bytes < tried.peaks.reserved_bytes
+        return other if better else tried
 
     def _fits(self, tried: Try) -> bool:
         return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self.budget_bytes

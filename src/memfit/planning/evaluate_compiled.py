@@ -74,7 +74,7 @@ class CompiledSession:
         cuts = [
             self._cut(graph, whole, peak) for graph, whole in zip(self._graphs, self._wholes, strict=True)
         ]
-        return self._figures([run for run, _ in cuts], reached=all(reached for _, reached in cuts))
+        return self._figures([run for run, _ in cuts], reached=any(reached for _, reached in cuts))
 
     def _cut(self, graph: Partitioned, whole: Replay, peak: float) -> tuple[Replay, bool]:
         seconds = [cost_seconds(op, self._gpu, fused=self._fused) for op in graph.step.ops]

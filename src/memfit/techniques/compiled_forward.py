@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cached_property
 from types import FunctionType
@@ -51,12 +52,20 @@ class CompiledForward(ReplacedForward):
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         try:
-            return self._compiler.compiled(original, args, kwargs)
+            with torch._dynamo.config.patch(ignore_logging_functions=_logging_functions()):
+                return self._compiler.compiled(original, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as problem:
             raise CannotRunHere(
                 f"{self.settings.name}: torch.compile cannot compile this {self._kind}: "
                 f"{_first_line(problem)}; memfit.undo(model) lets it run as it is"
             ) from problem
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    """What loggers do: a word of a library in the middle of a model would break its graph in two."""
+    names = ("debug", "info", "warning", "error", "log", "warning_once", "warning_advice")
+    found = (getattr(logging.Logger, name, None) for name in names)
+    return {*torch._dynamo.config.ignore_logging_functions, *filter(None, found)}
 
 
 class Compiler:
