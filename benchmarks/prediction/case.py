@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
-Counter = Literal["reading", "requested", "allocated", "reserved", "device"]
+Counter = Literal["reading", "requested", "allocated", "reserved", "device", "expected"]
 """What is compared: the figure that the script reads itself (see `scripts/reading.py`), one of the whole run's
-three peaks, or what nvidia-smi would show at the peak."""
+three peaks, what nvidia-smi would show at the peak, or that with what libraries are expected to add."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,15 @@ class Case:
         words: its arguments.
         gpu: as ``memfit gpus`` lists them.
         counter: which figure of the run the row is held against.
-        above: a second figure of the run that is taken off (``"context"``: the CUDA context), or "".
+        above: a second figure of the run that is taken off (``"context"``: the CUDA context; ``"bare context"``:
+            without the kernels that are loaded while the script runs), or "".
         environment: variables to set.
         world_size: processes in the job of which one is run.
         rank: which.
         portable: whether the script can be run by the portable engine too.
         note: what is known to differ from what was measured; shown beside the error.
         resolution_bytes: how finely the row's figure was printed.
+        printed_in_gib: whether the row took GiB for GB of 10**9.
         remark: what else there is to compare, in words, from what the script left.
     """
 
@@ -63,19 +65,23 @@ class Case:
     words: tuple[str, ...] = ()
     gpu: str = ""
     counter: Counter = "reading"
-    above: Literal["", "context"] = ""
+    above: Literal["", "context", "bare context"] = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     world_size: int | None = None
     rank: int = 0
     portable: bool = False
     note: str = ""
     resolution_bytes: int = 1
+    printed_in_gib: bool = False
     remark: Callable[[Prediction], str] | None = None
 
     @property
     def measured_bytes(self) -> int | None:
         """None where the row says that memory ran out."""
-        return None if self.row.get("oom") else int(self.row["measured_bytes"])
+        if self.row.get("oom"):
+            return None
+        measured = int(self.row["measured_bytes"])
+        return measured * (1 << 30) // 10**9 if self.printed_in_gib else measured
 
 
 @dataclass(frozen=True, kw_only=True)

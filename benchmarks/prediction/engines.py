@@ -16,6 +16,7 @@ from typing import Any
 
 from memfit import dry_run
 from memfit.core.errors import MemfitError
+from memfit.dryrun.libraries import LOADED_KERNELS
 from prediction.case import SCRIPTS, Case
 
 READING = "memfit-prediction-reading.json"
@@ -84,7 +85,10 @@ def by_dry_run(case: Case) -> Prediction:
         "reserved": result.peak_reserved_bytes,
         "device": result.device_total_bytes,
         "context": result.context_bytes,
+        "bare context": result.context_bytes - int(LOADED_KERNELS.expected),
     }
+    if result.device_memory is not None:
+        figures["expected"] = result.device_memory.expected_bytes
     error = "" if result.error is None else f"{result.error.type}: {result.error.message}"
     return _prediction(
         case,

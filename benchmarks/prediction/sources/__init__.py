@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from prediction.case import Source
-from prediction.sources import apple_cce, course_traces, kineto_resnet50, liger_kernel, not_rebuilt
+from prediction.sources import (
+    apple_cce,
+    course_traces,
+    kineto_resnet50,
+    liger_kernel,
+    not_rebuilt,
+    torchao_optim,
+    xmem,
+)
 
 SOURCES: tuple[Source, ...] = (
     apple_cce.SOURCE,
@@ -11,5 +19,7 @@ SOURCES: tuple[Source, ...] = (
     course_traces.SNAPSHOTS,
     kineto_resnet50.SOURCE,
     liger_kernel.SOURCE,
+    xmem.SOURCE,
+    torchao_optim.SOURCE,
     *not_rebuilt.SOURCES,
 )

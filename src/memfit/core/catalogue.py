@@ -216,6 +216,9 @@ _GPUS = (
          sms=108, l2_mib=40, smi_mib=81920, bandwidth_gb=1935, fp32_tflops=19.49,
          runtime_gib=79.14, seen="as NVIDIA A100-SXM4-80GB"),
     # Ada, GeForce
+    _gpu("rtx4060-8gb", "NVIDIA GeForce RTX 4060", _ADA_GEFORCE,
+         sms=24, l2_mib=24, smi_mib=8188, bandwidth_gb=272, fp32_tflops=15.11, link_gb=15.75,
+         runtime_gib=7.747, seen="8,318,222,336 B in the released results of xMem"),
     _gpu("rtx4060ti-16gb", "NVIDIA GeForce RTX 4060 Ti", _ADA_GEFORCE,
          sms=34, l2_mib=32, smi_mib=16380, bandwidth_gb=288, fp32_tflops=22.06, link_gb=15.75),
     _gpu("rtx4070-12gb", "NVIDIA GeForce RTX 4070", _ADA_GEFORCE,
