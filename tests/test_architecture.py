@@ -76,6 +76,7 @@ CHILD_MODULES = {
     "memfit.dryrun.substitutes",
     "memfit.dryrun.unmodelled",
     "memfit.planning.evaluate",
+    "memfit.planning.evaluate_compiled",
     "memfit.planning.evaluate_generation",
     "memfit.planning.evaluate_sizes",
     "memfit.planning.generation_caches",

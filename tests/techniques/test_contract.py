@@ -28,6 +28,7 @@ from memfit.techniques import (
     AttentionBackend,
     ChannelsLast,
     ChunkedCrossEntropy,
+    CompiledPartition,
     GradientCheckpointing,
     LoRA,
     LowMemoryOptimizer,
@@ -82,6 +83,7 @@ VARIANTS: dict[str, Technique] = {
     "padded vocabulary": VocabularyPadding(multiple=64),
     "pruned": Pruning(),
     "quantized": PartialQuantization(),
+    "compiled": CompiledPartition(peak=0.8, backend="aot_eager"),
 }
 KINDS = ("full", "save linear", "chunked", "fused", "micro")
 LATER = ("bf16", "fp16", "bf16 weights", "8-bit state", "adafactor", "in backward", "offloaded state", "lora")
@@ -101,6 +103,7 @@ OWN_CASES: dict[type[Technique], tuple[str, ...]] = {
     VocabularyPadding: ("gpt", "hf-llama"),
     Pruning: ("gpt", "cnn"),
     PartialQuantization: ("gpt",),
+    CompiledPartition: ("mlp",),
 }
 """Models that techniques for some kinds of layers are tried on."""
 
