@@ -233,12 +233,15 @@ class QLoRA(LoRA):
         return type(module) is nn.Linear
 
     def _prepare(self, root: nn.Module, layers: Mapping[str, nn.Module]) -> Undo:
+        reference = weakref.ref(root)
         originals = {name: _quantized_in_place(root, name, layer) for name, layer in layers.items()}
 
         def put_back() -> None:
             for name, weight in originals.items():
                 layer: Any = layers[name]
-                layer.weight.data = weight.to(layer.bias.device if layer.bias is not None else _device(root))
+                changed = reference()  # it may have been moved meanwhile
+                assert changed is not None, "a record outlived its model"
+                layer.weight.data = weight.to(next(changed.parameters()).device)
 
         return put_back
 
@@ -334,6 +337,7 @@ def _quantized_in_place(root: nn.Module, name: str, layer: Any) -> Tensor:
         weight.clone(), requires_grad=False, quant_type="nf4", compress_statistics=True, module=quantized
     )
     quantized.bias = layer.bias
+    quantized.support_avx512bf16_for_cpu = False  # it lays out the weight anew, in place, in evaluation
     quantized = quantized.to(weight.device)
     quantized.train(layer.training)
     parent, _, child = name.rpartition(".")
@@ -399,7 +403,3 @@ def _bytes_of(graph: StepGraph, category: str) -> int:
 
 def _any_fits(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-
-def _device(root: nn.Module) -> Any:
-    return next(root.parameters()).device

@@ -347,6 +347,8 @@ def _refuse_unfit(mp: MixedPrecisionTraining, model: nn.Module, optimizers: Sequ
         raise UsageError(f"{mp.name}: {needs[0]}, so it needs the optimizer: mp.apply(model, optimizer)")
     if any(p.dtype == torch.float16 for p in model.parameters()):
         raise UsageError(f"{mp.name}: weights in fp16 lose small updates; keep them in fp32 (model.float())")
+    if low == "fp16" and any(p.dtype == torch.bfloat16 for p in model.parameters()):
+        raise UsageError(f"{mp.name}: weights in bf16 do not go with precision 'fp16'; take 'bf16'")
     if mp.weights == "bf16" and isinstance(model, DistributedDataParallel):
         raise UsageError(
             f"{mp.name}: weights='bf16' changes the type of weights whose gradients DistributedDataParallel "

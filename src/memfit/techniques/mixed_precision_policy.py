@@ -82,15 +82,22 @@ def _tensor_names(model: nn.Module) -> Iterator[str]:
 
 
 class FullPrecisionForward(ReplacedForward):
-    """Runs a module in fp32 inside a low-precision region: no autocast, inputs in fp32."""
+    """Runs a module in fp32 inside a low-precision region: no autocast, inputs in fp32.
+
+    A module whose own parameters are 16 bit runs as it does without: there is nothing to keep in fp32.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = _device_type(args, kwargs)
-        if device is None or autocast_dtype(device) is None:
+        if device is None or autocast_dtype(device) is None or self._is_low():
             return self.original()(*args, **kwargs)
         args, kwargs = tree_map(_raised, (args, kwargs))
         with without_autocast(device):
             return self.original()(*args, **kwargs)
+
+    def _is_low(self) -> bool:
+        module = self._module()
+        return module is not None and any(parameter.dtype in LOW for parameter in module.parameters())
 
 
 class LowPrecisionForward(ReplacedForward):

@@ -102,7 +102,7 @@ class _Running:
                 raise UsageError(
                     "optimizer_in_backward: a second backward pass before optimizer.step(): gradients "
                     "cannot be accumulated, as the first pass has stepped already; use one pass for each "
-                    "step, or memfit.undo(model)"
+                    "step (after one that failed, optimizer.step() ends the step), or memfit.undo(model)"
                 )
             _refuse_ranks(parameter)
             with torch.no_grad():
@@ -113,10 +113,15 @@ class _Running:
         return step
 
     def end(self, optimizer: Optimizer, inner: Inner, closure: Closure) -> Any:
-        """Hooks of the step run here; no parameter has a gradient left."""
-        from memfit.techniques.optimizer_step import evaluated, step_each, step_one
+        """Hooks of the step run here; what the backward pass stepped has no gradient left."""
+        from memfit.techniques.optimizer_step import evaluated, parameters_of, step_each, step_one
 
         loss = evaluated(closure)
+        if any(p.grad is not None and id(p) in self._stepped for _, p in parameters_of(optimizer)):
+            raise UsageError(
+                "optimizer_in_backward: parameters have gradients again after their step, as "
+                "DistributedDataParallel gives them back; use FSDP (fully_shard), which adds gradients first"
+            )
         step_each(optimizer, lambda group, parameter: step_one(optimizer, group, parameter))
         self._stepped.clear()
         return loss
