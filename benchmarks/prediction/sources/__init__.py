@@ -10,6 +10,7 @@ from prediction.sources import (
     liger_kernel,
     not_rebuilt,
     torchao_optim,
+    torchtitan,
     xmem,
 )
 
@@ -21,5 +22,6 @@ SOURCES: tuple[Source, ...] = (
     liger_kernel.SOURCE,
     xmem.SOURCE,
     torchao_optim.SOURCE,
+    torchtitan.SOURCE,
     *not_rebuilt.SOURCES,
 )

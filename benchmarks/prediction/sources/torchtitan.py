@@ -1,0 +1,45 @@
+"""torchtitan's measurements of Llama 3.1 on 8 to 512 H100s: one rank of each job, as `torchtitan_rows.py` rebuilds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prediction.case import Case, RowsFile, Source
+from torchtitan_rows import GPU
+from torchtitan_rows import Case as Job
+
+PRINTED_BYTES = (1 << 30) // 10
+
+
+def workloads(file: RowsFile) -> list[Case]:
+    """The rows that `benchmarks/llama3_parallel.py` can run."""
+    return [_case(row) for row in file.rows]
+
+
+def _case(row: Mapping[str, Any]) -> Case:
+    name = f"{row['model']}, {row['gpus']} GPUs, {row['local_batch']} × {row['seq']}, {row['technique']}"
+    job = Job.of(row)
+    if job is None:
+        return Case(row=row, name=name, excluded="pipeline stages are not rebuilt")
+    return Case(
+        row=row,
+        name=name,
+        script="../../llama3_parallel.py",
+        words=job.words,
+        gpu=GPU,
+        counter="reserved",
+        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},  # as torchtitan's launcher sets it
+        world_size=job.gpus,
+        note=job.differs or "PyTorch of 2024-12 and nccl's version then; torchtitan's own code",
+        resolution_bytes=PRINTED_BYTES,
+    )
+
+
+SOURCE = Source(
+    name="torchtitan",
+    title="torchtitan Llama 3.1 H100 benchmark, Dec 2024",
+    goal="5 %",
+    goal_percent=5.0,
+    workloads=workloads,
+)
