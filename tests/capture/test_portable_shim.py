@@ -151,6 +151,21 @@ def test_cudas_kernels_are_taken(shim: Shim) -> None:
     assert q.grad is not None
 
 
+def test_products_of_groups_are_cudas_also_in_float32(shim: Shim) -> None:
+    rows = torch.empty(24, 32, device="meta", requires_grad=True)
+    weights = torch.empty(4, 32, 18, device="meta", requires_grad=True)
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    out = torch.nn.functional.grouped_mm(rows, weights, offs=ends)
+    assert (out.dtype, out.shape, out.stride()) == (
+        torch.float32,
+        (24, 18),
+        (20, 1),
+    )  # 16 bytes are 4 columns
+    out.sum().backward()
+    assert rows.grad is not None and rows.grad.shape == rows.shape
+    assert weights.grad is not None and weights.grad.shape == weights.shape
+
+
 def test_optimizers_take_their_gpu_forms(shim: Shim) -> None:
     for options, operator in (({}, "_foreach_lerp_"), ({"fused": True}, "_fused_adamw_")):
         layer = torch.nn.Linear(8, 8, device="meta")

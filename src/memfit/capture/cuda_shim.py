@@ -79,8 +79,8 @@ def _register(library: torch.library.Library, shim: Shim) -> None:
         "equal": _read_equal(shim),
         "is_nonzero": _read_truth(shim),
     }
-    for name, reader in reads.items():
-        registry.impl(name, "Meta", reader, False)
+    for name, kernel in {**reads, "_grouped_mm": _grouped_mm}.items():
+        registry.impl(name, "Meta", kernel, False)
 
 
 def _attention_kernel(shim: Shim) -> Callable[..., torch.Tensor]:
@@ -198,6 +198,26 @@ def _cudnn_can_normalize(
     if tensor.dim() == 2:
         return not training and tensor.shape[0] <= 262136 or training and tensor.shape[0] <= 131070
     return tensor.shape[0] <= 880801
+
+
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Products of groups, as experts have them; PyTorch's own form for meta tensors refuses float32, which
+    CUDA takes. Rows are padded to 16 bytes (``create_grouped_gemm_output_tensor`` in ATen)."""
+    dtype = out_dtype or a.dtype
+    rows, columns = a.shape[-2], b.shape[-1]
+    aligned = 16 // dtype.itemsize
+    padded = -(-columns // aligned) * aligned
+    if a.dim() != b.dim():
+        return torch.empty_strided((rows, columns), (padded, 1), dtype=dtype, device="meta")
+    groups = a.shape[0] if a.dim() == 3 or offs is None else offs.shape[0]
+    shape, strides = (groups, rows, columns), (rows * padded, padded, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def _read_scalar(shim: Shim) -> Callable[[torch.Tensor], Any]:
