@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +109,7 @@ class _Program:
         self.segment = _segments(step)
         self.makers = _relevant(step)
         self.storages = sorted({s for op in self.makers for s in step.ops[op].outputs})
-        self.positions, self.fixed_bytes, self.last = _positions(step, self.segment)
+        self.positions, self.fixed_bytes, self.reads = _positions(step, self.segment)
         self.seconds = seconds
         self._number()
 
@@ -160,12 +161,9 @@ class _Program:
         """What the backward reads is kept, or made again not later than it is first read."""
         for storage in self.step.needed:
             maker = self.step.born[storage]
-            least = min(self.first_read(storage), max(self.reaches.get(maker, (0,))))
+            first_read = self.reads[storage][0]
+            least = min(first_read, max(self.reaches.get(maker, (0,))))
             rows.add([(self.keep[storage], 1.0), *((c, 1.0) for c in self._again(maker, least))], 1.0, np.inf)
-
-    def first_read(self, storage: int) -> int:
-        """The position at which the backward reads a storage first."""
-        return self.last[storage][0]
 
     def _add_inputs(self, rows: _Rows) -> None:
         """An operator that runs again finds its inputs kept, or made again by then."""
@@ -190,7 +188,7 @@ class _Program:
                 held = sum(
                     self.step.sizes_bytes[s]
                     for s in self.step.ops[op].outputs
-                    if s in self.last and self.last[s][1] <= position <= reach
+                    if s in self.reads and self.reads[s][1] <= position <= reach
                 )
                 if held:
                     terms.append((column, held / mib))
@@ -198,18 +196,19 @@ class _Program:
 
     def _end(self, storage: int) -> int:
         """The position at which a kept storage is read last: by the backward, or by what runs again."""
-        readers = [self.segment[op] for op in self._readers()[storage]]
-        if storage in self.last:
-            readers.append(self.last[storage][1])
+        readers = [self.segment[op] for op in self._readers[storage]]
+        if storage in self.reads:
+            readers.append(self.reads[storage][1])
         return min(readers, default=self.segment[self.step.born[storage]])
 
+    @cached_property
     def _readers(self) -> Mapping[int, list[int]]:
-        if not hasattr(self, "_read_by"):
-            self._read_by: dict[int, list[int]] = defaultdict(list)
-            for op in self.makers:
-                for storage in self.step.ops[op].inputs:
-                    self._read_by[storage].append(op)
-        return self._read_by
+        """The operators that read each storage, among those that can be involved."""
+        read_by: dict[int, list[int]] = defaultdict(list)
+        for op in self.makers:
+            for storage in self.step.ops[op].inputs:
+                read_by[storage].append(op)
+        return read_by
 
     def _costs(self, width: int, peak_is_free: bool) -> npt.NDArray[np.float64]:
         costs = np.zeros(width)
