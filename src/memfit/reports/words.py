@@ -280,6 +280,16 @@ def _quantization(settings: Settings) -> list[PlanRow]:
     return [PlanRow(where=where, keeps=f"its weight in {bits}, frozen")]
 
 
+def _compiled(settings: Settings) -> list[PlanRow]:
+    backend = str(settings.get("backend", "inductor"))
+    where = f"the compiler's graph ({backend})"
+    if settings.get("peak") is not None:
+        keeps = f"what holds live bytes within {float(settings['peak']):.0%} of those with everything kept"
+    else:
+        keeps = f"what PyTorch's partitioner keeps, memory budget {float(settings.get('budget') or 1.0):g}"
+    return [PlanRow(where=where, keeps=keeps, recomputes="the operators whose results are not kept")]
+
+
 def _unknown(settings: Settings) -> list[PlanRow]:
     rest = {key: value for key, value in settings.items() if key != "technique"}
     return [
@@ -307,4 +317,5 @@ _DESCRIBE: Mapping[str, Callable[[Settings], list[PlanRow]]] = {
     "vocabulary_padding": _vocabulary,
     "pruning": _pruning,
     "partial_quantization": _quantization,
+    "compiled_partition": _compiled,
 }
