@@ -286,7 +286,7 @@ def _compiled(settings: Settings) -> list[PlanRow]:
     if settings.get("peak") is not None:
         keeps = f"what holds live bytes within {float(settings['peak']):.0%} of those with everything kept"
     else:
-        keeps = f"what PyTorch's partitioner keeps, memory budget {float(settings.get('budget') or 1.0):g}"
+        keeps = f"what PyTorch's partitioner keeps, memory budget {float(settings.get('budget', 1.0)):g}"
     return [PlanRow(where=where, keeps=keeps, recomputes="the operators whose results are not kept")]
 
 
