@@ -158,6 +158,33 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+class Feed(nn.Module):
+    """Two matrices by their usual names, with what tensor parallel does to biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+class Words(nn.Module):
+    """Embedding, blocks, output layer; the loss is computed outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(Feed() for _ in range(3))
+        self.head = nn.Linear(16, 50, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 def a_plan(*techniques: dict[str, Any]) -> Plan:
     """A plan with these techniques; its figures are of no account here."""
     figures = {
@@ -174,6 +201,7 @@ def a_plan(*techniques: dict[str, Any]) -> Plan:
 
 
 CHECKPOINTING = {"technique": "gradient_checkpointing", "blocks": {f"layers.{n}": [] for n in range(3)}}
+CHUNKED = {"technique": "chunked_cross_entropy", "chunks": 3, "layer": "head"}
 FUSED = {"technique": "optimizer_implementation", "implementation": "foreach"}
 
 
@@ -197,6 +225,19 @@ def agree() -> list[Any]:
         for strategy in ("ddp", "fsdp2")
         for plan in (None, a_plan(CHECKPOINTING, FUSED))
     ]
+    torch.manual_seed(8)
+    words = [torch.randint(50, (8, 12)) for _ in range(2)]
+    found += [
+        compare_with_one_process(
+            Words,
+            lambda model, batch: nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten()),
+            words,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            strategy=strategy,
+            plan=plan,
+        )
+        for strategy, plan in (("fsdp2", a_plan(CHUNKED)), ("zero1", None), ("tp", a_plan(CHECKPOINTING)))
+    ]
     model, _ = wrap(
         Blocks(), strategy="fsdp2", plan=a_plan(CHECKPOINTING), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
     )
@@ -208,6 +249,10 @@ def agree() -> list[Any]:
         lambda: wrap(Blocks(), plan=a_plan(FUSED)),
         lambda: wrap(Blocks(), plan=a_plan(in_backward), optimizer=torch.optim.SGD),
         lambda: wrap(Blocks(), strategy="zero"),
+        lambda: wrap(Blocks(), strategy="hsdp"),
+        lambda: wrap(Blocks(), strategy="tp"),
+        lambda: wrap(Words(), strategy="tp2+ddp"),
+        lambda: wrap(Words(), strategy="tp", plan=a_plan(CHUNKED)),
         lambda: wrap(nn.Linear(2, 2), plan=a_plan(CHECKPOINTING)),
         lambda: compare_with_one_process(Blocks, loss, [torch.randn(3, 6)], optimizer=torch.optim.SGD),
     )

@@ -67,6 +67,10 @@ def test_a_rank_whose_peer_is_gone_is_not_the_cause() -> None:
     killed = a_record(rank=1, outcome="killed")
     assert [r.outcome for r in launching._explained([lost, killed])] == ["stopped", "killed"]
     assert launching._explained([lost])[0].outcome == "failed"
+    elsewhere = launching._explained([lost, lost], nodes=2)
+    assert [(r.outcome, r.error) for r in elsewhere] == [
+        ("failed", launching.LOST_ELSEWHERE), ("stopped", lost.error)
+    ]  # fmt: skip
 
 
 def thread(*frames: str) -> str:

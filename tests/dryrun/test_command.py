@@ -63,6 +63,29 @@ def test_accelerate_passes_its_precision_on() -> None:
     assert parse_command(words).environment == {"ACCELERATE_MIXED_PRECISION": "bf16"}
 
 
+def test_accelerates_configuration_is_read_as_its_launcher_reads_it(tmp_path: Path) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_machines: 2\nnum_processes: 16\nfsdp_config:\n"
+        "  fsdp_version: 2\n  fsdp_transformer_layer_cls_to_wrap: GPT2Block\n"
+        "  fsdp_reshard_after_forward: true\n  fsdp_cpu_ram_efficient_loading: false\n"
+    )
+    words = f"accelerate launch --config_file {config} --num_processes 8 train.py"
+    command = parse_command(words.split())
+    assert command.processes is not None and command.processes.count(1) == 8  # options come before the file
+    wanted = {
+        "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "2",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "GPT2Block", "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_SYNC_MODULE_STATES": "true", "RANK": "0",
+    }  # fmt: skip
+    assert (
+        wanted.items() <= command.environment.items() and "FSDP_AUTO_WRAP_POLICY" not in command.environment
+    )
+    config.write_text("distributed_type: DEEPSPEED\n")
+    with pytest.raises(UsageError, match=r"--use-deepspeed \(in .*fsdp.yaml\) cannot be dry-run"):
+        parse_command(words.split())
+
+
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
@@ -76,6 +99,9 @@ def test_accelerate_passes_its_precision_on() -> None:
         ("torchrun --standalone", UsageError, "needs a script"),
         ("accelerate launch --num_processes 3 --num_machines 2 train.py", UsageError, "do not spread evenly"),
         ("accelerate config", UsageError, "only `accelerate launch`"),
+        ("accelerate launch --use_deepspeed train.py", UsageError, "--use-deepspeed cannot be dry-run"),
+        ("accelerate launch --config_file missing.yaml train.py", InputError, "missing.yaml: .*No such file"),
+        ("accelerate launch --config_file run.sh train.py", InputError, "is a mapping, not"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_line(words: str, error: type[MemfitError], message: str) -> None:

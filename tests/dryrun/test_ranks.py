@@ -32,7 +32,7 @@ def run(preloaded: Preloaded, folder: Path, kind: str, *, size: int, rank: int) 
 
 
 @pytest.mark.dryrun
-@pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp", "kept", "hsdp", "tensor"])
+@pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp", "kept", "hsdp", "flat", "tensor"])
 def test_the_peaks_of_a_rank_are_pytorchs_own(preloaded: Preloaded, tmp_path: Path, kind: str) -> None:
     result, told = run(preloaded, tmp_path, kind, size=16, rank=5)
     assert [getattr(result, f"peak_{name}") for name in NAMES] == [told[name] for name in NAMES]

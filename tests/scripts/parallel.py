@@ -53,6 +53,14 @@ def hsdp() -> nn.Module:
     return sharded(init_device_mesh("cuda", (dist.get_world_size() // 8, 8), mesh_dim_names=names))
 
 
+def flat() -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(blocks().cuda(), auto_wrap_policy=policy, use_orig_params=True)
+
+
 def tensor() -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -64,7 +72,16 @@ def tensor() -> nn.Module:
 
 
 def train(kind: str) -> dict[str, int]:
-    model = {"ddp": ddp, "zero": ddp, "fsdp": fsdp, "kept": kept, "hsdp": hsdp, "tensor": tensor}[kind]()
+    makers = {
+        "ddp": ddp,
+        "zero": ddp,
+        "fsdp": fsdp,
+        "kept": kept,
+        "hsdp": hsdp,
+        "flat": flat,
+        "tensor": tensor,
+    }
+    model = makers[kind]()
     if kind == "zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -50,6 +50,7 @@ _PEER_LOST = (
     "Timed out waiting",
 )
 """What gloo and nccl say in a rank whose peer is gone."""
+LOST_ELSEWHERE = "a rank on another machine was gone; memfit launch there tells why"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,9 @@ def launch(script: ScriptCommand, settings: LaunchSettings) -> LaunchResult:
         while ended == "failed" and ranks > settings.least_ranks:
             ranks -= 1
             ended = _one_round(script, settings, ranks, exits)
-    records = _explained([_completed(record, exits) for record in read_rank_records(settings.records)])
+    records = _explained(
+        [_completed(record, exits) for record in read_rank_records(settings.records)], settings.nodes
+    )
     if ended == "failed" and any(
         r.outcome == "out_of_memory" and r.attempt == len(exits) - 1 for r in records
     ):
@@ -243,17 +246,26 @@ def _completed(record: RankRecord, exits: list[dict[int, int]]) -> RankRecord:
     )
 
 
-def _explained(records: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
-    """The records, in which a rank that failed only since another was gone counts as stopped."""
+def _explained(records: Sequence[RankRecord], nodes: int = 1) -> tuple[RankRecord, ...]:
+    """The records, in which a rank that failed only since another was gone counts as stopped.
+
+    Where the cause is on another machine, the first of them says so.
+    """
     causes = {
         r.attempt for r in records if r.outcome in ("killed", "hung", "out_of_memory") or _failed_itself(r)
     }
-    return tuple(
-        replace(r, outcome="stopped")
-        if r.outcome == "failed" and not _failed_itself(r) and r.attempt in causes
-        else r
-        for r in records
-    )
+    found: list[RankRecord] = []
+    for record in records:
+        if record.outcome != "failed" or _failed_itself(record):
+            found.append(record)
+        elif record.attempt in causes:
+            found.append(replace(record, outcome="stopped"))
+        elif nodes > 1:
+            causes.add(record.attempt)
+            found.append(replace(record, error=LOST_ELSEWHERE, place=None))
+        else:
+            found.append(record)
+    return tuple(found)
 
 
 def _failed_itself(record: RankRecord) -> bool:

@@ -105,6 +105,8 @@ def scale(
         link_bytes_per_second=link_bytes_per_second,
         seed=seed,
     )
+    for count in asked.counts:
+        strategies_for(count, asked.names)  # refuses what is not known, before anything is run
     reference, spec = workload_and_spec(workload)
     with ExitStack() as stack:
         runner = stack.enter_context(Runner(asked, reference, spec))

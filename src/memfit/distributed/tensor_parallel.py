@@ -8,6 +8,7 @@ The pairs are those that a transformers model names itself (``tp_plan``), or lay
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,9 +18,15 @@ from torch import nn
 from memfit.core.errors import UsageError
 from memfit.techniques.blocks import find_block_chains
 
-Cut = Literal["columns", "rows"]
+Cut = Literal["columns", "gathered columns", "rows"]
+"""``gathered columns``: what comes out is put together again, as of an output layer."""
 
-_STYLES: Mapping[str, Cut] = {"colwise": "columns", "rowwise": "rows"}
+_STYLES: Mapping[str, Cut] = {
+    "colwise": "columns",
+    "colwise_rep": "gathered columns",
+    "colwise_gather_output": "gathered columns",
+    "rowwise": "rows",
+}
 """What transformers calls them. Others (of experts, of embeddings) are left out: their layers stay whole."""
 
 
@@ -65,7 +72,7 @@ def find_cuts(model: nn.Module, degree: int) -> dict[str, Cut]:
         raise UsageError(f"tensor parallel: {_why_none(model)}")
     for name, cut in cuts.items():
         layer: Any = model.get_submodule(name)
-        size = int(layer.out_features if cut == "columns" else layer.in_features)
+        size = int(layer.in_features if cut == "rows" else layer.out_features)
         if size % degree:
             raise UsageError(
                 f"tensor parallel: {name} has {size} {cut}, which {degree} ranks cannot share evenly"
@@ -82,12 +89,17 @@ def parallelize(model: nn.Module, mesh: Any) -> dict[str, Cut]:
     Raises:
         UsageError: as `find_cuts`.
     """
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     cuts = find_cuts(model, mesh.size())
-    styles = {"columns": ColwiseParallel, "rows": RowwiseParallel}
+    styles = {
+        "columns": ColwiseParallel(),
+        "gathered columns": ColwiseParallel(output_layouts=Replicate()),
+        "rows": RowwiseParallel(),
+    }
     for name, cut in cuts.items():
-        parallelize_module(model.get_submodule(name), mesh, styles[cut]())
+        parallelize_module(model.get_submodule(name), mesh, styles[cut])
     return cuts
 
 
@@ -99,10 +111,12 @@ def _told_by_model(model: nn.Module) -> dict[str, Cut]:
         for pattern, style in plan.items()
         if style in _STYLES
     ]
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    shared = {weight for weight, count in uses.items() if count > 1}  # an output layer's with the embedding
     found = {}
     for name, module in model.named_modules():
         cut = next((cut for rule, cut in rules if rule.search(name)), None)
-        if cut is not None and isinstance(module, nn.Linear):
+        if cut is not None and isinstance(module, nn.Linear) and id(module.weight) not in shared:
             found[name] = cut
     return found
 

@@ -222,6 +222,6 @@ def _refuse_sharded(model: nn.Module) -> None:
         if any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in type(module).__mro__):
             raise UsageError(
                 f"chunked_cross_entropy: {name or type(module).__name__!r} is sharded by FSDP, which takes "
-                "the output layer's weight away before the loss is computed; apply it to models that are not "
-                "sharded"
+                "the output layer's weight away before the loss is computed; apply it before the model is "
+                "sharded, as memfit.distributed.wrap(model, plan=…, strategy='fsdp2') does"
             )
