@@ -59,6 +59,7 @@ CHILD_MODULES = {
     "memfit.analysis.trials",
     "memfit.dryrun.absent_ranks",
     "memfit.dryrun.assumptions",
+    "memfit.dryrun.calibration_steps",
     "memfit.dryrun.child",
     "memfit.dryrun.collect",
     "memfit.dryrun.collective_values",

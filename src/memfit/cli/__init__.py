@@ -84,6 +84,10 @@ COMMANDS: Mapping[str, Command] = {
     "config": Command(
         "memfit.cli.config:config", "Check configuration files, and show each value with where it came from."
     ),
+    "calibrate": Command(
+        "memfit.cli.calibrate:calibrate",
+        "Measure what libraries take on this machine's GPU, and narrow later predictions for it.",
+    ),
     "gpus": Command("memfit.cli.gpus:gpus", "List the GPUs that memfit knows by name."),
     "doctor": Command("memfit.cli.doctor:doctor", "Say what this machine can do, and how to get the rest."),
 }
