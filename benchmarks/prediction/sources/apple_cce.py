@@ -7,29 +7,32 @@ from typing import Any
 
 from prediction.case import Case, RowsFile, Source
 
-EXCLUDED = {
-    "cce": "their own Triton kernel, which is not part of PyTorch",
-    "torch_compile": "what is kept depends on the compiler of torch 2.4",
-}
+WORDS = {"baseline": (), "torch_compile": ("--compile",)}
+OTHER_CODE = (
+    "PyTorch 2.14 compiles another backward pass than 2.4 did: run here, it writes the gradient of the logits over "
+    "them and takes 1,162 MB above, where 2.4's took 12,000"
+)
 MB = 1 << 20  # their figures are whole MB of 2**20
 
 
 def workloads(file: RowsFile) -> list[Case]:
-    """The plain PyTorch rows."""
+    """The rows of plain PyTorch, and of the same compiled."""
     return [_case(row) for row in file.rows]
 
 
 def _case(row: Mapping[str, Any]) -> Case:
     name = f"{row['impl']} {row['kind']}"
-    if row["impl"] != "baseline":
-        return Case(row=row, name=name, excluded=EXCLUDED.get(row["impl"], "not a plain PyTorch row"))
+    if row["impl"] not in WORDS:
+        return Case(row=row, name=name, excluded="their own Triton kernel, which is not part of PyTorch")
+    if row["impl"] == "torch_compile" and row["kind"] != "fw":
+        return Case(row=row, name=name, excluded=OTHER_CODE)
     return Case(
         row=row,
         name=name,
         script="linear_cross_entropy.py",
-        words=(row["kind"],),
+        words=(row["kind"], *WORDS[row["impl"]]),
         gpu="a100-80gb",
-        portable=True,
+        portable=row["impl"] == "baseline",
         resolution_bytes=MB,
     )
 
@@ -37,7 +40,7 @@ def _case(row: Mapping[str, Any]) -> Case:
 SOURCE = Source(
     name="apple_cce",
     title="Cut Cross-Entropy benchmark output",
-    goal="1 % on plain PyTorch rows",
+    goal="1 %",
     goal_percent=1.0,
     workloads=workloads,
 )
