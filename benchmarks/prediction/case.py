@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 Counter = Literal["reading", "requested", "allocated", "reserved", "device", "expected"]
-"""What is compared: the figure that the script reads itself (see `scripts/reading.py`), one of the whole run's
-three peaks, what nvidia-smi would show at the peak, or that with what libraries are expected to add."""
+"""What is compared: the figure that the script reads itself (see `scripts/reading.py`), one of the whole
+run's three peaks, what nvidia-smi would show at the peak, or that with what libraries are expected to add."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,9 @@ class Case:
         words: its arguments.
         gpu: as ``memfit gpus`` lists them.
         counter: which figure of the run the row is held against.
-        above: a second figure of the run that is taken off (``"context"``: the CUDA context; ``"bare context"``:
-            without the kernels that are loaded while the script runs), or "".
+        above: a second figure of the run that is taken off (``"context"``: the CUDA context; ``"bare
+            context"``: without the kernels that are loaded while the script runs), or "".
+        measured_above_bytes: what is taken off the row's own figure, as ``above`` is off the run's.
         environment: variables to set.
         world_size: processes in the job of which one is run.
         rank: which.
@@ -66,6 +67,7 @@ class Case:
     gpu: str = ""
     counter: Counter = "reading"
     above: Literal["", "context", "bare context"] = ""
+    measured_above_bytes: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     world_size: int | None = None
     rank: int = 0
@@ -80,7 +82,7 @@ class Case:
         """None where the row says that memory ran out."""
         if self.row.get("oom"):
             return None
-        measured = int(self.row["measured_bytes"])
+        measured = int(self.row["measured_bytes"]) - self.measured_above_bytes
         return measured * (1 << 30) // 10**9 if self.printed_in_gib else measured
 
 

@@ -1,12 +1,13 @@
 """The predictions held against what others measured on real GPUs.
 
-    python benchmarks/prediction ROWS… [--source NAME] [--engine dryrun|portable|both] [--json FILE] [--limit N]
+    python benchmarks/prediction ROWS… [--source NAME] [--engine dryrun|portable|both] [--json FILE]
 
-ROWS are files, or folders of files, of the form ``{"source": …, "rows": [{…, "measured_bytes": …}, …]}``. Each row
-that can be rebuilt from its public configuration (`prediction/sources`, `prediction/scripts`) is run in a process
-of its own; the others are listed with the reason. With ``--json`` predictions are kept in a file and not made
-again while row and script stay the same: give another file after memfit or PyTorch changed. Needs what the dry run
-needs, and no GPU. The exit code is 1 where a run failed, and 3 where a row misses its goal without a reason.
+ROWS are files, or folders of files, of the form ``{"source": …, "rows": [{…, "measured_bytes": …}, …]}``.
+Each row that can be rebuilt from its public configuration (`prediction/sources`, `prediction/scripts`) is run
+in a process of its own; the others are listed with the reason. With ``--json`` predictions are kept in a file
+and not made again while row and script stay the same: give another file after memfit or PyTorch changed.
+Needs what the dry run needs, and no GPU. The exit code is 1 where a run failed, and 3 where a row misses its
+goal without a reason.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
         outcomes = _run_all(options)
     except MemfitError as problem:
         print(problem, file=sys.stderr)
-        return problem.exit_code if hasattr(problem, "exit_code") else 2
+        return problem.exit_code
     _print_tables(outcomes)
     runs = [run for outcome in outcomes for run in (outcome.dryrun, outcome.portable) if run is not None]
     if any(run.error for run in runs):

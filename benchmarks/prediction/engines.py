@@ -17,6 +17,7 @@ from typing import Any
 from memfit import dry_run
 from memfit.core.errors import MemfitError
 from memfit.dryrun.libraries import LOADED_KERNELS
+from memfit.dryrun.result import DryRunResult
 from prediction.case import SCRIPTS, Case
 
 READING = "memfit-prediction-reading.json"
@@ -30,8 +31,8 @@ class Prediction:
     Args:
         engine: ``"dryrun"`` or ``"portable"``.
         predicted_bytes: the figure that the row is held against; None where it came to none.
-        figures: of the whole run, in bytes: ``requested``, ``allocated``, ``reserved``, ``device``, ``context``;
-            and ``reading``, what the script read itself.
+        figures: of the whole run, in bytes: ``requested``, ``allocated``, ``reserved``, ``device``,
+            ``context``; and ``reading``, what the script read itself.
         fits: whether it fits in the GPU.
         seconds: from the start of the process to its end.
         torch: version of PyTorch.
@@ -79,6 +80,11 @@ def by_dry_run(case: Case) -> Prediction:
         for file in scratch.rglob(READING):
             told = json.loads(file.read_text(encoding="utf-8"))
         shutil.rmtree(scratch, ignore_errors=True)
+    return prediction_of(case, result, told)
+
+
+def prediction_of(case: Case, result: DryRunResult, told: Mapping[str, Any]) -> Prediction:
+    """What a dry run of the case found, and its script told."""
     figures = {
         "requested": result.peak_requested_bytes,
         "allocated": result.peak_allocated_bytes,

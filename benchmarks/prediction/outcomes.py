@@ -49,7 +49,7 @@ def relative_error(case: Case, prediction: Prediction | None) -> float | None:
 
 
 class Kept:
-    """Predictions by what was run; a file, where one is given, is read first and written after each new one."""
+    """Predictions by what was run; a file, if given, is read first and written after each new one."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

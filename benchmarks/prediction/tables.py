@@ -13,7 +13,8 @@ from prediction.engines import Prediction
 from prediction.outcomes import Outcome, relative_error
 
 SUMMARY = (
-    "| source | rows | compared | equal | median error | largest error | under-predicted | seconds each | goal |\n"
+    "| source | rows | compared | equal | median error | largest error | under-predicted | seconds each "
+    "| goal |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
 ROWS = "| row | measured | dry run | error | portable engine | why |\n|---|---|---|---|---|---|"
@@ -41,8 +42,8 @@ def verdicts(outcomes: Iterable[Outcome]) -> str:
         return ""
     fitted = [run for outcome, run in judged if outcome.case.measured_bytes is not None]
     return (
-        f"Out of memory when measured: {len(gone)} rows run, {sum(run.fits for run in gone)} of them called a "
-        f"fit. Fitted: {len(fitted)} rows run, {sum(not run.fits for run in fitted)} called out of memory."
+        f"Out of memory when measured: {len(gone)} rows run, {sum(run.fits for run in gone)} of them called "
+        f"a fit. Fitted: {len(fitted)} rows run, {sum(not run.fits for run in fitted)} called out of memory."
     )
 
 

@@ -1,4 +1,4 @@
-"""A first training step on several GPUs, gradients averaged one by one as they come: the peak of one of its phases.
+"""A first training step on several GPUs, each gradient averaged when it is there: the peak of one phase.
 
 The optimizer is PyTorch's AdamW, of all parameters or of this rank's part of them.
 """

@@ -1,5 +1,7 @@
-"""The transformer of a public course assignment (CS336, Stanford), by the operations that it runs: every sum, product
-and softmax of its own making, so that none of PyTorch's fused ones is called."""
+"""The transformer of a public course assignment (CS336, Stanford), by the operations that it runs.
+
+Every softmax and loss is of its own making, so that none of PyTorch's fused ones is called.
+"""
 
 from __future__ import annotations
 

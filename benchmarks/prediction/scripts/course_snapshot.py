@@ -1,4 +1,4 @@
-"""The stretch that a memory snapshot recorded: one forward pass, or one training step, after five to warm up."""
+"""The stretch that a memory snapshot recorded: a forward pass, or a training step, after five to warm up."""
 
 from __future__ import annotations
 

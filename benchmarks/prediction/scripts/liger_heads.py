@@ -1,4 +1,4 @@
-"""Losses of Liger-Kernel's benchmark that start at a language model's head, as their plain PyTorch form has them."""
+"""Losses of Liger-Kernel's benchmark that start at a language model's head, in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms, activations, positions and losses of Liger-Kernel's benchmark as their plain PyTorch form has them."""
+"""Norms, activations, positions and losses of Liger-Kernel's benchmark, in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """One row of Liger-Kernel's benchmark, in plain PyTorch: ``liger_rows.py '{"kernel": "rope", "x": 512, …}'``.
 
-Their scripts build the tensors of an operation, run it ten times, and take the median of ten peaks of allocated
-bytes, each counted from just before its run. All sizes of a row's kind run in one process, its speed was measured
-there before, and gradients of leaves stay from one run to the next: so there is a run on other tensors before.
+Their scripts build the tensors of an operation, run it ten times, and take the median of ten peaks of
+allocated bytes, each counted from just before its run. All sizes of a row's kind run in one process, where
+its speed was measured before, and gradients of leaves stay from one run to the next: so there is a run on
+other tensors before.
 """
 
 from __future__ import annotations

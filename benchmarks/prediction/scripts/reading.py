@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: the device to run on, and where to leave the figure that they read."""
+"""What the scripts of this folder share: the device to run on, and where to leave what they read."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from prediction.case import Case, RowsFile, Source
 
 WORDS = {"baseline": (), "torch_compile": ("--compile",)}
 OTHER_CODE = (
-    "PyTorch 2.14 compiles another backward pass than 2.4 did: run here, it writes the gradient of the logits over "
-    "them and takes 1,162 MB above, where 2.4's took 12,000"
+    "PyTorch 2.14 compiles another backward pass than 2.4 did: run here, it takes 1,162 MB above what is "
+    "there before (the gradients of both inputs), where 2.4's took 12,000"
 )
 MB = 1 << 20  # their figures are whole MB of 2**20
 

@@ -45,8 +45,10 @@ def _snapshot(row: Mapping[str, Any], traces: Path) -> Case:
 
 
 def _casts(row: Mapping[str, Any], kind: str) -> bool:
-    """Whether a snapshot was recorded under autocast, which the rows do not say: every block then makes 16 copies
-    more in half precision."""
+    """Whether a snapshot was recorded under autocast, which the rows do not say.
+
+    Every block then makes 16 copies more in half precision.
+    """
     each = {"inference": 60, "training": 300}[kind]
     return bool(row["actions"]["alloc"] > each * row["workload"]["num_layers"])
 

@@ -25,7 +25,7 @@ SOURCES = (
     _source(
         "torchtune",
         "torchtune README memory table (Sept 2024)",
-        "the counter and the recipe's options are not stated, all rows are compiled, and the rows of one model "
+        "the counter and the recipe's options are not stated, all rows are compiled, and those of one model "
         "and method on two cards are twice apart",
     ),
 )

@@ -1,13 +1,14 @@
-"""torchtitan's measurements of Llama 3.1 on 8 to 512 H100s: one rank of each job, as `torchtitan_rows.py` rebuilds it."""
+"""torchtitan's measurements of Llama 3.1 on 8 to 512 H100s: one rank of each job, by `llama3_parallel.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from prediction.case import Case, RowsFile, Source
 from torchtitan_rows import GPU
 from torchtitan_rows import Case as Job
+
+from prediction.case import Case, RowsFile, Source
 
 PRINTED_BYTES = (1 << 30) // 10
 
