@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from memfit.dryrun.native_writers import after_import
 
@@ -91,6 +93,8 @@ def _install() -> None:
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(called, "Fake")
     state.libraries = (everything, _let_views_through())
+    if _ABOVE_MODES:
+        state.libraries += (_let_subclasses_through(called),)
     _let_higher_order_operators_through()
     _stand_back_from_modes()
     os.register_at_fork(after_in_child=lambda: _set_key(_KEY, False))
@@ -133,17 +137,17 @@ def _wrap_mode(module: Any, *, before: _Before, name: str) -> None:
 
 def _let_higher_order_operators_through() -> None:
     """They look for a kernel under every key; their inner operations come by one by one."""
-    operator: Any = torch._ops.HigherOrderOperator
+    kind: Any = torch._ops.HigherOrderOperator
     for existing in list(torch._ops._higher_order_ops.values()):
         existing.fallthrough(_KEY)
-    create = operator.__init__
+    create = kind.__init__
 
     @functools.wraps(create)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         create(self, *args, **kwargs)
         self.fallthrough(_KEY)
 
-    operator.__init__ = init
+    kind.__init__ = init
 
 
 def _let_views_through() -> Any:
@@ -161,6 +165,45 @@ def _let_views_through() -> Any:
             overload = f".{schema.overload_name}" if schema.overload_name else ""
             library.m.impl(schema.name[6:] + overload, "Fake", torch.library.fallthrough_kernel, False)
     return library
+
+
+def _let_subclasses_through(called: Callable[..., Any]) -> Any:
+    """Registers each operation by itself: up to PyTorch 2.11 a fallback is not found for tensors of classes
+    that have a say in dispatch (DTensor). They go on to their class, whose operations on plain tensors come
+    by."""
+    views = {
+        (schema.name, schema.overload_name)
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.returns and all(map(_only_aliases, schema.returns))
+    }
+    library: Any = torch.library.Library("aten", "IMPL")
+    for full_name in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full_name.partition(".")
+        if name.startswith("aten::") and (name, overload) not in views:
+            library.m.impl(full_name[6:], "Fake", _registered(name[6:], overload, called), False)
+    return library
+
+
+def _registered(name: str, overload: str, called: Callable[..., Any]) -> Callable[..., Any]:
+    python = torch._C.DispatchKey.Python
+    below = torch._C._dispatch_keyset_full_after(_KEY)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        func = getattr(getattr(torch.ops.aten, name), overload or "default")
+        keys = [
+            torch._C._dispatch_keys(value) for value in tree_flatten((args, kwargs))[0] if _is_special(value)
+        ]
+        if not any(key.has(python) for key in keys):
+            return called(func, *args, **kwargs)
+        here = torch._C._dispatch_tls_local_include_set() - torch._C._dispatch_tls_local_exclude_set()
+        return func.redispatch(functools.reduce(operator.or_, keys, here) & below, *args, **kwargs)
+
+    return run
+
+
+def _is_special(value: Any) -> bool:
+    """Whether it is a tensor of a subclass."""
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def _only_aliases(returned: Any) -> bool:
