@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 from forked import Case, Outcome, run_cases
 
@@ -269,11 +270,13 @@ def test_workspaces_of_cublas_are_what_pytorch_makes_of_the_variables(outcomes: 
 def test_without_a_gpu_calibrate_says_so_in_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
     assert main(["calibrate"]) == 6
-    assert capsys.readouterr().err.count("\n") == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "no" in said.err
 
 
 def test_calibrate_shows_and_forgets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from prediction.case import Source
 from prediction.sources import (
     apple_cce,
     course_traces,
+    hf_transformers_single_gpu,
     kineto_resnet50,
     liger_kernel,
     not_rebuilt,
@@ -18,6 +19,7 @@ SOURCES: tuple[Source, ...] = (
     apple_cce.SOURCE,
     course_traces.MEASUREMENTS,
     course_traces.SNAPSHOTS,
+    hf_transformers_single_gpu.SOURCE,
     kineto_resnet50.SOURCE,
     liger_kernel.SOURCE,
     xmem.SOURCE,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli.console import print_json, show
+from memfit.cli.exit_codes import EXIT_CANNOT_RUN
 
 if TYPE_CHECKING:
     from memfit.dryrun.calibration import Calibration
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 MADE_UP_GPU = "MEMFIT_GPU_NAME"
 """Set where this process is part of a dry run."""
+_WHERE = "run it where the GPU is, with a CUDA build of PyTorch"
 
 
 def calibrate(
@@ -81,7 +83,7 @@ def _forget(gpu: str | None, *, as_json: bool) -> int:
 def _measured(gpu: str | None) -> Calibration:
     """Runs the measuring process. Raises CannotRunHere where there is no GPU."""
     from memfit.core.devices import find_gpu
-    from memfit.core.errors import ToolFailure
+    from memfit.core.errors import CannotRunHere, ToolFailure
     from memfit.dryrun.calibration import Calibration
 
     _need_gpu()
@@ -89,8 +91,10 @@ def _measured(gpu: str | None) -> Calibration:
         file = Path(folder) / "readings.json"
         words = [sys.executable, "-P", "-m", "memfit.dryrun.calibration_steps", str(file)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        if done.returncode == EXIT_CANNOT_RUN:
+            raise CannotRunHere(f"{last}; {_WHERE}")
         if done.returncode or not file.exists():
-            last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
             raise ToolFailure(f"measuring the GPU failed: {last}")
         readings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     key = find_gpu(gpu or readings["name"]).key
@@ -98,17 +102,18 @@ def _measured(gpu: str | None) -> Calibration:
 
 
 def _need_gpu() -> None:
-    """Raises CannotRunHere, in one line, where PyTorch finds no GPU."""
+    """Raises CannotRunHere, in one line, where the driver finds no GPU."""
+    import pynvml
+
     from memfit.core.errors import CannotRunHere
 
     try:
-        import torch
-    except ImportError as error:
-        raise CannotRunHere("torch is not installed; install it with: pip install 'memfit[torch]'") from error
-    if not torch.cuda.is_available():
-        raise CannotRunHere(
-            "memfit calibrate measures a GPU, and PyTorch finds none here; run it where the GPU is"
-        )
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError:
+        count = 0
+    if not count:
+        raise CannotRunHere(f"memfit calibrate measures a GPU, and there is none here; {_WHERE}")
 
 
 def _tell(found: list[Calibration], *, as_json: bool, file: Path | None = None) -> None:

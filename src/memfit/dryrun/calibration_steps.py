@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from memfit.core.errors import CannotRunHere
 from memfit.core.files import write_atomically
 from memfit.dryrun.calibration import StepReading, WorkspaceReading
 
@@ -202,4 +203,7 @@ def _scratch_bytes(call: Callable[[], object]) -> int:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.stderr.write(f"PyTorch {torch.__version__} finds no GPU\n")
+        sys.exit(CannotRunHere.exit_code)
     write_atomically(Path(sys.argv[1]), json.dumps(measure()))
