@@ -161,20 +161,28 @@ def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def checkpoint_blocks(model: Llama, mode: str) -> None:
+def checkpoint_blocks(model: Any, mode: str) -> None:
     options = {"context_fn": selective_contexts} if mode == "selective" else {}
     for name, block in model.layers.named_children():
         model.layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False, **options))
 
 
-def parallelize_tensors(model: Llama, mesh: DeviceMesh) -> None:
-    """Tensor parallel with sequence parallel between, and a loss over shards of the vocabulary."""
+def parallelize_tensors(model: Any, mesh: DeviceMesh, *, whole_output: bool = True) -> None:
+    """Tensor parallel with sequence parallel between, and a loss over shards of the vocabulary.
+
+    With ``whole_output=False`` logits come as this rank's own part, since pipelines pass on plain tensors;
+    parts that a stage has not are left out.
+    """
     model_plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=not whole_output
+        ),
     }
-    parallelize_module(model, mesh, model_plan)
+    parallelize_module(
+        model, mesh, {n: style for n, style in model_plan.items() if getattr(model, n) is not None}
+    )
     for block in model.layers.values():
         plan = {
             "attention_norm": SequenceParallel(),
@@ -211,6 +219,9 @@ def build(options: argparse.Namespace) -> tuple[Llama, DeviceMesh]:
         parallelize_tensors(model, mesh["tp"])
     if options.ac != "none":
         checkpoint_blocks(model, options.ac)
+    if options.compile:
+        for name, block in model.layers.named_children():
+            model.layers.register_module(name, torch.compile(block, fullgraph=True))
     shard(model, mesh["dp", "cp"]._flatten("dp_cp") if options.cp > 1 else mesh["dp"])
     model.to_empty(device="cuda")
     with torch.no_grad():
@@ -229,7 +240,10 @@ def sharded_sequence(options: argparse.Namespace, mesh: DeviceMesh, buffers: lis
     from torch.distributed.tensor.experimental import context_parallel
 
     return context_parallel(
-        mesh["cp"], buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers={*buffers[:2]}
+        mesh["cp"],
+        buffers=buffers,
+        buffer_seq_dims=[1, 1, *[0] * (len(buffers) - 2)],
+        no_restore_buffers={*buffers[:2]},
     )
 
 
@@ -268,6 +282,9 @@ def main() -> None:
     parser.add_argument("--ac", choices=["none", "selective", "full"], default="selective")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument(
+        "--compile", action="store_true", help="each block by torch.compile, as torchtitan does"
+    )
     parser.add_argument("--steps", type=int, default=3)
     train(parser.parse_args())
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         LoadBalancing,
         MemorySynchronization,
     )
+    from memfit.distributed.scaling import scale
     from memfit.dryrun import DryRunResult, dry_run
     from memfit.formats import read_trace
     from memfit.manager import GPUMemoryManager
@@ -171,6 +172,7 @@ __all__ = [
     "prune_structured",
     "read_trace",
     "replay",
+    "scale",
     "to_sparse",
     "training_step",
     "tune",
@@ -215,6 +217,7 @@ _HOME = {
         "LoadBalancing",
         "MemorySynchronization",
     ),
+    "memfit.distributed.scaling": ("scale",),
     "memfit.dryrun": ("DryRunResult", "dry_run"),
     "memfit.formats": ("read_trace",),
     "memfit.manager": ("GPUMemoryManager",),

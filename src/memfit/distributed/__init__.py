@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from memfit.distributed.load_balancing import LoadBalancing, measured_balance, measured_speeds
     from memfit.distributed.memory import DistributedMemory
     from memfit.distributed.memory_state import MemoryStatistics, OutOfDistributedMemory
+    from memfit.distributed.scaling import scale
+    from memfit.distributed.scaling_values import ScaleCase, ScaleResult
     from memfit.distributed.sharding import ShardedBlock
     from memfit.distributed.synchronization import MemorySynchronization, Synchronized
     from memfit.distributed.verification import VerifiedOnRanks, verify
@@ -36,12 +38,15 @@ __all__ = [
     "MemoryStatistics",
     "MemorySynchronization",
     "OutOfDistributedMemory",
+    "ScaleCase",
+    "ScaleResult",
     "ShardedBlock",
     "Synchronized",
     "VerifiedOnRanks",
     "compare_with_one_process",
     "measured_balance",
     "measured_speeds",
+    "scale",
     "verify",
     "wrap",
 ]
@@ -54,6 +59,8 @@ _HOME = {
     "load_balancing": ("LoadBalancing", "measured_balance", "measured_speeds"),
     "memory": ("DistributedMemory",),
     "memory_state": ("MemoryStatistics", "OutOfDistributedMemory"),
+    "scaling": ("scale",),
+    "scaling_values": ("ScaleCase", "ScaleResult"),
     "sharding": ("ShardedBlock",),
     "synchronization": ("MemorySynchronization", "Synchronized"),
     "verification": ("VerifiedOnRanks", "verify"),

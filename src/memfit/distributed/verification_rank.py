@@ -86,13 +86,11 @@ def _compared(
         own = _as_rank(build, workload, renamed_blocks(techniques, scale), strategy, rank)
         batch_norm = any("BatchNorm" in type(module).__name__ for module in own.model.modules())
         many = _steps(own)
-    keys = plain.keys() & many.keys()
-    losses = {name for name in keys if name.startswith("loss")} if strategy.data_ranks > 1 else set()
-    kept = {name: many[name] for name in keys - losses}  # a rank's own loss is that of its samples
-    one = {name: plain[name] for name in kept}
-    error, tolerance = largest_error(one, kept), tolerance_of(workload, one)
-    missing = sorted((plain.keys() ^ many.keys()) - losses)
-    prints = groups.exchanged(fingerprints([kept[name] for name in sorted(kept)]).tolist())
+    keys, missing = sorted(plain.keys() & many.keys()), sorted(plain.keys() ^ many.keys())
+    one, kept = {name: plain[name] for name in keys}, {name: many[name] for name in keys}
+    tolerance = tolerance_of(workload, one)
+    error, moved = (_error(one, kept, kind) for kind in ("gradient", "parameter"))
+    prints = groups.exchanged(fingerprints(list(kept.values())).tolist())
     reason = (
         "BatchNorm takes its statistics over a rank's own samples"
         if batch_norm and error > tolerance
@@ -100,6 +98,7 @@ def _compared(
     )
     return {
         "error": float("inf") if missing else error,
+        "parameter_error": moved,
         "tolerance": tolerance,
         "bitwise": all(torch.equal(one[name], kept[name]) for name in one),
         "ranks_agree": all(other == prints[0] for other in prints),
@@ -108,6 +107,12 @@ def _compared(
         "scale": scale.text,
         "reason": reason,
     }
+
+
+def _error(one: Seen, many: Seen, kind: str) -> float:
+    """The largest relative error among the gradients, or of all parameters together."""
+    names = [name for name in one if name.startswith(kind)]
+    return largest_error({name: one[name] for name in names}, {name: many[name] for name in names})
 
 
 def _with_samples(scale: Scale, strategy: Strategy) -> Scale:

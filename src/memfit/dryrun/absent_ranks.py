@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memfit.dryrun import pipeline_stages
 from memfit.dryrun.accounts import GroupShape
 from memfit.dryrun.mail import Mailbox
 from memfit.dryrun.native_writers import after_import
@@ -56,6 +57,7 @@ def install(note: NoteMissing) -> None:
         {
             "torch.distributed.distributed_c10d": functools.partial(_collectives, note),
             "torch.distributed.rendezvous": _stores,
+            "torch.distributed.pipelining.stage": pipeline_stages.install,
         }
     )
 

@@ -23,7 +23,7 @@ _SUM, _PRODUCT, _MOST, _LEAST, _MEAN = range(5)
 _BY_NAME = {"sum": _SUM, "product": _PRODUCT, "max": _MOST, "min": _LEAST, "avg": _MEAN}
 
 _LARGEST_MESSAGE = 4096  # numbers
-_MOST_SECONDS = 60.0
+_MOST_SECONDS = 180.0  # to wait for a message: as long as another rank may take to start and get there
 
 sending: set[str] = set()
 """Names of the groups in which this rank sent to, or received from, single members."""
