@@ -68,6 +68,7 @@ CHILD_MODULES = {
     "memfit.dryrun.lazy_host",
     "memfit.dryrun.measured",
     "memfit.dryrun.owners",
+    "memfit.dryrun.pipeline_stages",
     "memfit.dryrun.probe",
     "memfit.dryrun.recipes",
     "memfit.dryrun.recording",

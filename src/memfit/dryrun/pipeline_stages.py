@@ -1,8 +1,8 @@
 """Stages of a pipeline that know all shapes need not ask the other stages whether they do.
 
 PyTorch lets all stages vote, one after another, on whether shapes are passed on at run time. Ranks that are
-absent do not vote, and a chain of them would have to be started for it. A stage that was given all shapes takes
-the others to have been given theirs, as PyTorch itself does in a fake group; one that was not asks on.
+absent do not vote, and a chain of them would have to be started for it. A stage that was given all shapes
+takes the others to have been given theirs, as PyTorch itself does in a fake group; one that was not asks on.
 """
 
 from __future__ import annotations
