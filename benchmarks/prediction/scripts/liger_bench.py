@@ -45,6 +45,7 @@ class Bench:
         gradients: of the outputs; ``"random"``, ``"ones"``: made anew in each run; None: of a scalar.
         retain: whether the backward pass keeps the graph.
         kept: what else their script holds while it measures.
+        only_full: whether their script measures forward and backward together whatever the row's mode says.
     """
 
     forward: Callable[[], Any]
@@ -52,6 +53,7 @@ class Bench:
     gradients: Outputs | str | None = None
     retain: bool = True
     kept: tuple[Any, ...] = field(default=())
+    only_full: bool = False
 
     def full(self) -> None:
         """Forward and backward."""

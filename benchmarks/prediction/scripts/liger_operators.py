@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -138,7 +139,7 @@ def group_norm(row: Row) -> Bench:
     """PyTorch's; a second layer is there too."""
     groups = row["C"] // row["channels_per_group"]
     theirs, plain = (nn.GroupNorm(groups, row["C"], eps=row["eps"], device=DEVICE) for _ in range(2))
-    return _on_rows(row, plain, (row["M"], row["C"], row["H"]), theirs)
+    return replace(_on_rows(row, plain, (row["M"], row["C"], row["H"]), theirs), only_full=True)
 
 
 def _on_vector(row: Row, layer: Callable[[Tensor], Tensor]) -> Bench:
@@ -188,6 +189,32 @@ def rope(row: Row) -> Bench:
         gradients=gradients,
         kept=(positions, frequencies),
     )
+
+
+def llama4_rope(row: Row) -> Bench:
+    """Positions as complex numbers."""
+    tokens = row["seq_len"] if row.x_name == "H" else row["T"]
+    width = row["H"] if row.x_name == "H" else row["hidden_size"]
+    size = width // row["num_q_heads"]
+    q = _leaf(1, tokens, row["num_q_heads"], size, dtype=row.dtype)
+    k = _leaf(1, tokens, row["num_kv_heads"], size, dtype=row.dtype)
+    gradients = torch.randn_like(q), torch.randn_like(k)
+    positions = torch.arange(tokens, device=DEVICE).unsqueeze(0)
+    frequencies = 1.0 / (10000.0 ** (torch.arange(0, size, 2, device=DEVICE).float() / size))
+    _take_workspace()
+    angles = positions[:, :, None].float() * frequencies
+    turns = torch.polar(torch.ones_like(angles), angles)
+    del angles
+
+    def turned(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turns[:, :, None, :]).flatten(3)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        turned_q, turned_k = turned(q), turned(k)
+        return turned_q.type_as(q), turned_k.type_as(k)
+
+    return Bench(forward, inputs=(q, k), gradients=gradients, kept=(positions, frequencies))
 
 
 def _take_workspace() -> None:
@@ -254,6 +281,7 @@ OPERATIONS: Mapping[str, Callable[[Row], Bench]] = {
     "jsd": jsd,
     "kl_div": kl_div,
     "layer_norm": layer_norm,
+    "llama4_rope": llama4_rope,
     "relu_squared": lambda row: _on_vector(row, lambda x: torch.square(functional.relu(x))),
     "rms_norm": rms_norm,
     "rope": rope,

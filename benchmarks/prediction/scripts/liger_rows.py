@@ -31,7 +31,9 @@ def main() -> None:
 
 def peaks(bench: Bench, mode: str) -> list[int]:
     """Of each of the runs."""
-    step = {"full": bench.full, "forward": bench.only_forward, "backward": bench.only_backward()}[mode]
+    step = bench.full
+    if mode != "full" and not bench.only_full:
+        step = bench.only_forward if mode == "forward" else bench.only_backward()
     found = []
     for _ in range(RUNS):
         torch.cuda.reset_peak_memory_stats()

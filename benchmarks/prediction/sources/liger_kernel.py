@@ -12,8 +12,8 @@ from prediction.case import Case, RowsFile, Source
 OWN_FORMS = frozenset(
     """cross_entropy distill_cosine_loss distill_jsd_loss embedding fused_add_rms_norm fused_linear_cpo_loss
     fused_linear_cross_entropy fused_linear_jsd fused_linear_orpo_loss fused_linear_simpo_loss geglu
-    group_norm jsd kl_div layer_norm relu_squared rms_norm rope softmax sparsemax swiglu tiled_geglu
-    tiled_swiglu tvd""".split()
+    group_norm jsd kl_div layer_norm llama4_rope relu_squared rms_norm rope softmax sparsemax swiglu
+    tiled_geglu tiled_swiglu tvd""".split()
 )
 PLAIN = ("huggingface", "torch")
 
