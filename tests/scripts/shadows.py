@@ -47,6 +47,11 @@ def what_only_a_kernel_knows_is_not_checked():
     assert torch.segment_reduce(x, "max", lengths=lengths).shape == (2,)
 
 
+def sparse_tensors_have_no_values_of_their_own():
+    x = torch.eye(4, device=device).to_sparse()
+    assert (x @ torch.ones(4, 2, device=device)).shape == (4, 2) and (x * 2).coalesce().shape == (4, 4)
+
+
 def the_default_device_is_the_scripts():
     torch.set_default_device("cuda")
     x = torch.arange(10)
@@ -119,6 +124,7 @@ def every_scaled_step_is_taken():
 small_integers_are_true()
 masks_are_true()
 masks_go_with_other_indices()
+sparse_tensors_have_no_values_of_their_own()
 what_only_a_kernel_knows_is_not_checked()
 the_default_device_is_the_scripts()
 gradients_of_each_sample_are_taken()

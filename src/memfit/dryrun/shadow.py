@@ -204,6 +204,8 @@ class TrueValues:
     def keeps(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is of a kind that has a shadow when its value is known."""
         dtype = tensor.dtype
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return False
         if dtype in WHOLE:
             return tensor.numel() * tensor.element_size() <= LARGEST_BYTES
         # No gradients: see `address_of`.
