@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import string
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+_WORDS = ("the", "cat", "sat", "on", "a", "mat", "quietly", "again")
 
 
 def tokens(folder: Path) -> None:
@@ -32,7 +35,7 @@ def shards(folder: Path) -> None:
 
 def text(path: Path) -> None:
     """Every printable character, then words."""
-    words = random.Random(0).choices(["the", "cat", "sat", "on", "a", "mat", "quietly", "again"], k=20_000)
+    words = random.Random(0).choices(_WORDS, k=20_000)
     path.write_text(f"{string.printable} {' '.join(words)}", encoding="utf-8")
 
 
@@ -76,6 +79,50 @@ def pictures(folder: Path) -> None:
             _photograph(folder / label / f"{number}.jpg", (256, 256))
 
 
+def pets(folder: Path) -> None:
+    """Pictures whose names tell the breed."""
+    for breed in ("Abyssinian", "beagle", "pug"):
+        for number in range(30):
+            _photograph(folder / f"{breed}_{number}.jpg", (256, 256))
+
+
+def splits(folder: Path) -> None:
+    """Six classes, in a folder to train on and one to validate."""
+    for name in ("train", "val"):
+        for label in range(6):
+            for number in range(8):
+                _photograph(folder / name / f"class{label}" / f"{number}.jpg", (256, 256))
+
+
+def tokenizer(folder: Path) -> None:
+    """One of a few words, as transformers saves them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = {
+        "unk": "<unk>",
+        "pad": "<pad>",
+        "bos": "<s>",
+        "eos": "</s>",
+        "mask": "<mask>",
+        "cls": "<s>",
+        "sep": "</s>",
+    }
+    words = [*dict.fromkeys(special.values()), *_WORDS]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512}
+    settings |= {f"{name}_token": word for name, word in special.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def lines(path: Path) -> None:
+    """A text of short lines."""
+    chance = random.Random(0)
+    path.write_text("\n".join(" ".join(chance.choices(_WORDS, k=40)) for _ in range(2000)), encoding="utf-8")
+
+
 def masks(folder: Path) -> None:
     """Pictures, and which of their pixels belong to the thing that they show."""
     for number in range(12):
@@ -92,4 +139,8 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
     "photographs": photographs,
     "pictures": pictures,
     "masks": masks,
+    "pets": pets,
+    "splits": splits,
+    "tokenizer": tokenizer,
+    "lines": lines,
 }

@@ -42,6 +42,7 @@ class PublicScript:
         folder: where it is run, in the checkout.
         environment: variables to set.
         data: what to make first: a maker of `public_data.MAKERS` and a path in the checkout.
+        older: needs transformers 4 and libraries of its time, which ``--older`` names.
     """
 
     repository: str
@@ -49,6 +50,7 @@ class PublicScript:
     folder: str = "."
     environment: Mapping[str, str] = field(default_factory=dict)
     data: tuple[str, ...] = ()
+    older: bool = False
 
     @property
     def name(self) -> str:
@@ -71,19 +73,21 @@ class Answer:
         return self.clean and bool(self.result or self.line.startswith("memfit: error:"))
 
 
-def run(script: PublicScript, checkouts: Path, gpu: str, steps: str) -> Answer:
-    """Makes the data, and dry-runs the script in its checkout."""
+def run(script: PublicScript, checkouts: Path, gpu: str, steps: str, older: Path | None) -> Answer:
+    """Makes the data, and dry-runs the script in its checkout; ``older`` is a folder of libraries for those
+    that need them."""
     checkout = checkouts / script.name
     for made in script.data:
         maker, path = made.split()
         MAKERS[maker](checkout / path)
     commit = _git(checkout, "log", "-1", "--format=%h")
+    libraries = {"PYTHONPATH": str(older)} if script.older and older else {}
     begun = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "memfit", "dryrun", "--gpu", gpu, "--steps", steps, "--repeats", "0", "--json"]
         + ["--timeout", str(TIMEOUT_SECONDS), "--", *script.words.split()],
         cwd=checkout / script.folder,
-        env={**os.environ, **script.environment, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **script.environment, **libraries, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -113,7 +117,7 @@ def _git(checkout: Path, *words: str) -> str:
 def _row(script: PublicScript, answer: Answer) -> str:
     where = f"`{script.words}`" + ("" if script.folder == "." else f" in {script.folder}")
     head = f"| {script.repository} {answer.commit} | {where} | {'empty' if answer.clean else '**not empty**'}"
-    made = ", ".join(made.split()[0] for made in script.data) or "–"
+    made = ", ".join(dict.fromkeys(made.split()[0] for made in script.data)) or "–"
     result = answer.result
     if result is None:
         return f"{head} | {made} | refused: {answer.line} | | | | |"
@@ -138,6 +142,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--gpu", default="a100-80gb")
     parser.add_argument("--steps", default="3")
+    parser.add_argument("--older", type=Path, help="a folder with transformers 4.46 and what it needs")
     parser.add_argument("--table", type=Path, help="write the rows to this page")
     options = parser.parse_args()
     scripts = [
@@ -147,7 +152,7 @@ def main() -> int:
     chosen = [one for one in scripts if _is_named(one, options.only)]
     rows, unclear = [], 0
     for number, script in enumerate(chosen, 1):
-        answer = run(script, options.checkouts, options.gpu, options.steps)
+        answer = run(script, options.checkouts, options.gpu, options.steps, options.older)
         unclear += not answer.is_clear
         rows.append(_row(script, answer))
         print(f"[{number}/{len(chosen)}] {answer.seconds:.0f} s {rows[-1]}", flush=True)
