@@ -25,7 +25,7 @@ from memfit.dryrun.calibration import (
     remember,
 )
 from memfit.dryrun.confidence import with_confidence
-from memfit.dryrun.device_memory import with_device_memory
+from memfit.dryrun.device_memory import imitated_device_memory, with_device_memory
 from memfit.dryrun.environment import gpu_environment
 from memfit.dryrun.result import DryRunResult, Interval, Range
 from memfit.dryrun.uncertainty import Part
@@ -166,6 +166,15 @@ def test_measured_convolutions_without_workspace_leave_the_peak_exact() -> None:
 
 def replace_part(part: Part, size: int) -> Part:
     return Part(part.name, size, size, size, part.why)
+
+
+def test_the_portable_engine_widens_where_it_saw_convolutions() -> None:
+    gpu = find_gpu("rtx4090-24gb")
+    sizes = {"torch": TORCH, "allocated_bytes": 9 * GIB, "reserved_bytes": 10 * GIB}
+    plain = imitated_device_memory(gpu, **sizes)
+    seen = imitated_device_memory(gpu, **sizes, not_modelled=("cuDNN's workspaces count as 0 bytes",))
+    assert plain.expected_bytes == seen.expected_bytes == 10 * GIB + gpu.context_bytes
+    assert seen.high_bytes - plain.high_bytes == 2 * GIB and seen.low_bytes < plain.low_bytes
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 9}', '{"schema_version": 1, "gpu": 1}'])

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from memfit.core.devices import find_gpu
+from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import MemfitError
 from memfit.dryrun import libraries
 from memfit.dryrun.calibration import Calibration, find_calibration
@@ -47,6 +47,36 @@ def with_device_memory(
     parts = tuple(part for make in _PARTS if (part := make(sources)) is not None)
     told = "" if known is None else known.summary
     return replace(result, device_memory=Uncertain.of(parts, calibration=told))
+
+
+def imitated_device_memory(
+    gpu: GPU, *, torch: str, allocated_bytes: int, reserved_bytes: int, not_modelled: tuple[str, ...] = ()
+) -> Uncertain:
+    """The same for peaks of the portable engine, which knows of cuDNN only whether it would be asked.
+
+    Args:
+        torch: version of PyTorch.
+        allocated_bytes, reserved_bytes: the peaks.
+        not_modelled: what the engine says that it leaves out.
+    """
+    result = DryRunResult(
+        engine="portable",
+        gpu=gpu.key,
+        torch=torch,
+        peak_requested_bytes=allocated_bytes,
+        peak_allocated_bytes=allocated_bytes,
+        peak_reserved_bytes=reserved_bytes,
+        context_bytes=gpu.context_bytes,
+        device_total_bytes=gpu.context_bytes + reserved_bytes,
+        nvml_total_bytes=gpu.nvml_total_bytes,
+        runtime_total_bytes=gpu.runtime_total_bytes,
+        event_count=0,
+        not_modelled=not_modelled,
+        wall_seconds=0.0,
+    )
+    memory = with_device_memory(result).device_memory
+    assert memory is not None
+    return memory
 
 
 def _allocator(sources: _Sources) -> Part:
@@ -107,7 +137,7 @@ def _convolutions(sources: _Sources) -> Part | None:
     result, calibration = sources.result, sources.calibration
     rule = result.estimates.get(libraries.BESIDE_THE_PEAKS, 0)
     if not rule:
-        return None
+        return _unsized_convolutions(result)
     usual, most = (1.0, 1.0) if calibration is None else calibration.workspace_shares
     spread, cache = libraries.CONVOLUTIONS, libraries.CACHING_SHARE
     reserved = result.peak_reserved_bytes
@@ -117,6 +147,16 @@ def _convolutions(sources: _Sources) -> Part | None:
     high = int(most * max(rule, min(spread.high * rule, cache.high * reserved)))
     why = f"the largest workspace by the rule is {rule} bytes" + ("; measured" if calibration else "")
     return Part("cuDNN workspaces", low, expected, high, why)
+
+
+def _unsized_convolutions(result: DryRunResult) -> Part | None:
+    """The portable engine's: it sees convolutions and knows no workspace of theirs."""
+    if result.engine != "portable" or not any("cuDNN" in note for note in result.not_modelled):
+        return None
+    cache, reserved = libraries.CACHING_SHARE, result.peak_reserved_bytes
+    slack = max(0, reserved - result.peak_allocated_bytes)
+    low = -min(slack, int(-cache.low * reserved))
+    return Part("cuDNN workspaces", low, 0, int(cache.high * reserved), cache.source)
 
 
 def _ruled_sizes(sources: _Sources) -> Part | None:

@@ -24,7 +24,7 @@ from memfit.planning.figures import Advice, Settings, StepFigures, Verified
 from memfit.planning.oracle import Engine, open_oracle, preload
 from memfit.planning.plan import FitResult
 from memfit.planning.search import Outcome, Search, recompute_percent
-from memfit.planning.trust import judged, other_answers_note
+from memfit.planning.trust import device_memory, judged, other_answers_note
 
 if TYPE_CHECKING:
     from memfit.core.workload import Workload
@@ -274,6 +274,7 @@ def _result(
         value_reads=final.value_reads if dry is None else tuple(map(asdict, dry.value_reads)),
         interval=None if dry is None else dry.interval,
         estimates={} if dry is None else dry.estimates,
+        device_memory=device_memory(dry, gpu, final),
         confidence=None if dry is None else dry.confidence,
         confidence_reasons=() if dry is None else dry.confidence_reasons,
         not_modelled=final.not_modelled,

@@ -13,6 +13,7 @@ from memfit.core.errors import InputError, MemfitError, UsageError
 from memfit.core.exactness import EXACTNESS_ORDER, Exactness
 from memfit.core.files import write_atomically
 from memfit.dryrun.result import Confidence, Interval
+from memfit.dryrun.uncertainty import Uncertain
 from memfit.planning.figures import Advice, Candidate, Settings, StepFigures, Verified
 
 SCHEMA_VERSION = 1
@@ -276,8 +277,8 @@ class FitResult:
     ``planned`` is None only when no plan fits; ``least_budget_bytes`` then is the least reserved peak that
     any plan which was tried needs, in bytes, and ``advice`` what other trainings would need. ``candidates``
     are the points of the time–memory front that were tried. ``value_reads``, ``interval``, ``estimates``,
-    ``confidence`` and ``not_modelled`` are those of the dry run of the chosen plan, or of the plain step
-    where there is none (see `memfit.dryrun.result.DryRunResult`).
+    ``device_memory``, ``confidence`` and ``not_modelled`` are those of the dry run of the chosen plan, or of
+    the plain step where there is none (see `memfit.dryrun.result.DryRunResult`).
     """
 
     workload: str
@@ -309,6 +310,7 @@ class FitResult:
     value_reads: tuple[Any, ...] = ()
     interval: Interval | None = None
     estimates: Mapping[str, int] = field(default_factory=dict)
+    device_memory: Uncertain | None = None
     confidence: Confidence | None = None
     confidence_reasons: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
@@ -372,6 +374,7 @@ class FitResult:
             "value_reads": list(self.value_reads),
             "interval": None if self.interval is None else asdict(self.interval),
             "estimates": dict(self.estimates),
+            "device_memory": None if self.device_memory is None else asdict(self.device_memory),
             "confidence": self.confidence,
             "confidence_reasons": list(self.confidence_reasons),
             "not_modelled": list(self.not_modelled),

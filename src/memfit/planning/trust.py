@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from memfit.core.devices import GPU
 from memfit.core.errors import ToolFailure
 from memfit.core.units import format_bytes
 from memfit.dryrun.confidence import with_confidence
+from memfit.dryrun.device_memory import imitated_device_memory
 from memfit.dryrun.repeats import with_other_answers
 from memfit.dryrun.result import DryRunResult
+from memfit.dryrun.uncertainty import Uncertain
 from memfit.planning.bench import Final, Oracle
 from memfit.planning.figures import Settings
 
@@ -30,6 +33,19 @@ def judged(oracle: Oracle, techniques: tuple[Settings, ...], final: Final) -> Dr
         return result
 
     return with_confidence(with_other_answers(final.dry_run, run_again, most=None))
+
+
+def device_memory(dry: DryRunResult | None, gpu: GPU, final: Final) -> Uncertain | None:
+    """The device's memory of a plan as low, expected and high, by either engine."""
+    if dry is not None:
+        return dry.device_memory
+    return imitated_device_memory(
+        gpu,
+        torch=final.torch or "",
+        allocated_bytes=final.figures.peak_allocated_bytes,
+        reserved_bytes=final.figures.peak_reserved_bytes,
+        not_modelled=tuple(final.not_modelled),
+    )
 
 
 def other_answers_note(result: DryRunResult | None, budget_bytes: int) -> tuple[str, ...]:

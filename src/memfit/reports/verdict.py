@@ -10,6 +10,7 @@ from typing import Any
 from memfit.core.units import format_bytes, format_seconds
 from memfit.planning.figures import Advice, StepFigures, Verified
 from memfit.planning.plan import FitResult
+from memfit.reports.spread import device_memory_line
 
 MOST_DIFFERENCES = 3
 
@@ -162,7 +163,8 @@ def to_mind(result: FitResult) -> tuple[str, ...]:
         said = [reason for reason in result.confidence_reasons if reason not in result.not_modelled]
         head = f"Confidence in the memory figures: {result.confidence} (what follows says why)"
         not_modelled[:0] = [head, *said]
-    return (*result.notes, *not_modelled, *(_value_read(read) for read in result.value_reads))
+    memory = () if result.device_memory is None else (device_memory_line(result.device_memory),)
+    return (*memory, *result.notes, *not_modelled, *(_value_read(read) for read in result.value_reads))
 
 
 def _value_read(read: Any) -> str:
