@@ -125,7 +125,7 @@ CACHING_SHARE = Spread(
     low=-0.08,
     expected=0.0,
     high=0.20,
-    source="nine recordings of seven CNNs on an RTX 3060 and an RTX 4060 (xMem): -7.7 % (ConvNeXt-Tiny) to "
+    source="ten recordings of seven CNNs on an RTX 3060 and an RTX 4060 (xMem): -7.7 % (ConvNeXt-Tiny) to "
     "+18.7 % (MnasNet), after LOADED_KERNELS",
 )
 """Fitted on the rows that benchmarks/prediction holds it against. There each model is judged by the spread of
