@@ -50,8 +50,8 @@ class Case:
             context"``: without the kernels that are loaded while the script runs), or "".
         measured_above_bytes: what is taken off the row's own figure, as ``above`` is off the run's.
         environment: variables to set.
-        world_size: processes in the job of which one is run.
-        rank: which.
+        world_size: processes in the job of which some are run.
+        ranks: which; the fullest counts.
         portable: whether the script can be run by the portable engine too.
         note: what is known to differ from what was measured; shown beside the error.
         resolution_bytes: how finely the row's figure was printed.
@@ -70,7 +70,7 @@ class Case:
     measured_above_bytes: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     world_size: int | None = None
-    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
     portable: bool = False
     note: str = ""
     resolution_bytes: int = 1

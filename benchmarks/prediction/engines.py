@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,17 @@ def predict(case: Case, engine: str) -> Prediction:
 
 
 def by_dry_run(case: Case) -> Prediction:
-    """As ``memfit dryrun`` does it, to the script's own end."""
+    """As ``memfit dryrun`` does it, to the script's own end; the fullest of the ranks that are run."""
+    found = [_run_rank(case, rank) for rank in case.ranks]
+    fullest = max(found, key=lambda run: (bool(run.error), run.predicted_bytes or 0))
+    return replace(fullest, seconds=sum(run.seconds for run in found))
+
+
+def _run_rank(case: Case, rank: int) -> Prediction:
     words = [sys.executable, str(SCRIPTS / case.script), *case.words]
     job: dict[str, Any] = {}
     if case.world_size is not None:
-        job = {"world_size": case.world_size, "rank": case.rank}
+        job = {"world_size": case.world_size, "rank": rank}
     with _variables(case.environment):
         result = dry_run(words, gpu=case.gpu, steps="all", repeats=0, output="stderr", **job)
     told: dict[str, Any] = {}

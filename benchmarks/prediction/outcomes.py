@@ -93,6 +93,6 @@ def _key(case: Case, engine: str) -> str:
     script = hashlib.sha256((SCRIPTS / case.script).read_bytes()).hexdigest()
     run = [
         engine, case.script, script, case.words, case.gpu, case.counter, case.above, dict(case.environment),
-        case.world_size, case.rank, dict(row),
+        case.world_size, case.ranks, dict(row),
     ]  # fmt: skip
     return json.dumps(run, sort_keys=True)

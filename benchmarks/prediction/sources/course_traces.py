@@ -93,7 +93,7 @@ def _training(row: Mapping[str, Any]) -> Case:
         words=(row["mode"], row["phase"], *(str(row[name]) for name in names)),
         gpu=HOPPER,
         world_size=row["world"],
-        rank=row["rank"],
+        ranks=(row["rank"],),
         resolution_bytes=PRINTED_GIB,
     )
 

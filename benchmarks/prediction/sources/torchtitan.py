@@ -1,4 +1,4 @@
-"""torchtitan's measurements of Llama 3.1 on 8 to 512 H100s: one rank of each job, by `llama3_parallel.py`."""
+"""torchtitan's measurements of Llama 3.1 on 8 to 512 H100s: the fullest ranks of each job."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ PRINTED_BYTES = (1 << 30) // 10
 
 
 def workloads(file: RowsFile) -> list[Case]:
-    """The rows that `benchmarks/llama3_parallel.py` can run."""
+    """The ranks that count of each row's job."""
     return [_case(row) for row in file.rows]
 
 
 def _case(row: Mapping[str, Any]) -> Case:
     name = f"{row['model']}, {row['gpus']} GPUs, {row['local_batch']} × {row['seq']}, {row['technique']}"
     job = Job.of(row)
-    if job is None:
-        return Case(row=row, name=name, excluded="pipeline stages are not rebuilt")
     return Case(
         row=row,
         name=name,
-        script="../../llama3_parallel.py",
+        script=f"../../{job.script.name}",
         words=job.words,
         gpu=GPU,
         counter="reserved",
         environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},  # as torchtitan's launcher sets it
         world_size=job.gpus,
+        ranks=job.ranks,
         note=job.differs or "PyTorch of 2024-12 and nccl's version then; torchtitan's own code",
         resolution_bytes=PRINTED_BYTES,
     )
