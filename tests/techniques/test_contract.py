@@ -42,6 +42,7 @@ from memfit.techniques import (
     PartialQuantization,
     Pruning,
     QLoRA,
+    Rematerialization,
     Technique,
     VocabularyPadding,
     applied_techniques,
@@ -60,6 +61,7 @@ VARIANTS: dict[str, Technique] = {
     "save first random": GradientCheckpointing(save=("random:0", "linear:1")),
     "save convolution": GradientCheckpointing(save=("convolution", "normalization:1")),
     "save pointwise": GradientCheckpointing(save=("pointwise",)),
+    "dropped": Rematerialization(),
     "chunked": ChunkedCrossEntropy(chunks=3),
     "fused": OptimizerImplementation(implementation="fused"),
     "foreach": OptimizerImplementation(implementation="foreach"),
@@ -236,7 +238,7 @@ def test_undo_takes_the_last_one_first() -> None:
         undo(model)
 
 
-@pytest.mark.parametrize("variant", ["full", "save linear", "chunked", "packed", "spilled"])
+@pytest.mark.parametrize("variant", ["full", "save linear", "dropped", "chunked", "packed", "spilled"])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_a_changed_model_can_be_copied(variant: str, way: str, plain: dict[str, Trained]) -> None:
     """The copy works on its own parameters, with the technique on."""
@@ -266,7 +268,7 @@ def _copy(model: nn.Module, way: str) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("variant", ["full", "save linear", "chunked", "packed"])
+@pytest.mark.parametrize("variant", ["full", "save linear", "dropped", "chunked", "packed"])
 def test_a_dropped_model_is_freed_at_once(variant: str) -> None:
     import weakref
 
@@ -302,30 +304,9 @@ def test_compiled(case: str, variant: str) -> None:
     assert applied_techniques(changed) == ()
 
 
-@pytest.mark.parametrize("variant", ["full", "save linear", "chunked", "packed"])
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_distributed_data_parallel(
-    variant: str, order: str, plain: dict[str, Trained], one_process_group: None
-) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = CASES["gpt"].model()
-    if order == "before":
-        wrapped = DistributedDataParallel(VARIANTS[variant].apply(model))
-    else:
-        wrapped = VARIANTS[variant].apply(DistributedDataParallel(model))
-    changed = train(CASES["gpt"], model=wrapped)
-    reference = train(CASES["gpt"], model=DistributedDataParallel(CASES["gpt"].model()))
-    (assert_close if variant == "chunked" else _bitwise)(reference, changed, 1e-4)
-    assert undo(wrapped) is VARIANTS[variant]
-
-
-def _bitwise(plain: Trained, changed: Trained, _: float) -> None:
-    assert_bitwise(plain, changed)
-
-
 @pytest.mark.parametrize(
-    "variant", ["full", "save linear", "save attention", "save random", "chunked", "packed to 8 bits"]
+    "variant",
+    ["full", "save linear", "save attention", "save random", "dropped", "chunked", "packed to 8 bits"],
 )
 @pytest.mark.parametrize("case", ["gpt", "hf-gpt2", "encoder-decoder"])
 def test_on_meta_tensors(case: str, variant: str) -> None:
@@ -337,41 +318,6 @@ def test_on_meta_tensors(case: str, variant: str) -> None:
         model, {name: value.to("meta") for name, value in CASES[case].batch().items()}
     ).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    "variant", ["bf16", "fp16", "bf16 weights", "8-bit state", "offloaded state", "lora"]
-)
-def test_distributed_data_parallel_with_an_optimizer(variant: str, one_process_group: None) -> None:
-    """Applied before wrapping, as the types and the number of parameters must be known then."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    technique, runs = dataclasses.replace(VARIANTS[variant]), []  # mixed precision keeps a scale for each
-    for wrap in (lambda model: model, DistributedDataParallel):
-        model = CASES["gpt"].model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        technique.apply(model, optimizer)
-        wrapped = wrap(model)
-        torch.manual_seed(1)
-        for _ in range(2):
-            loss = CASES["gpt"].loss(wrapped, CASES["gpt"].batch())
-            scaled = technique.scale_loss(loss) if isinstance(technique, MixedPrecisionTraining) else loss
-            scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append([loss.detach(), *(p.detach() for p in model.parameters())])
-        assert undo(wrapped) is technique
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@pytest.mark.parametrize("variant", ["in backward", "bf16 weights", "lora"])
-def test_what_cannot_go_into_a_wrapped_model_says_so(variant: str, one_process_group: None) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    wrapped = DistributedDataParallel(CASES["gpt"].model())
-    with pytest.raises(UsageError, match="DistributedDataParallel"):
-        VARIANTS[variant].apply(wrapped, torch.optim.AdamW(wrapped.parameters()))
-    assert applied_techniques(wrapped) == ()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -78,6 +78,11 @@ class Attribution:
             self._made_in.setdefault(_next_number() - 1, module)
         return phase, module
 
+    @property
+    def in_a_module(self) -> bool:
+        """Whether the code that runs now is called by a module of the model, the model itself among them."""
+        return bool(self._stack)
+
     def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
         outside = self._stack[-1] if self._stack else ""
         self._stack.append(self._names.get(module, outside))

@@ -60,6 +60,7 @@ class StepTracker(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # address of a storage -> its id
         self._of_this_pass: list[int] = []  # storages made since the forward pass or recomputation began
         self._was_recomputing = False
+        self._outside: list[int] = []  # forward operators that no module ran: the loss function's own
         self._register_step()
 
     def run(self) -> StepGraph:
@@ -99,6 +100,8 @@ class StepTracker(TorchDispatchMode):
         self, call: OpCall, phase: str, module: str, inputs: tuple[int, ...], outputs: tuple[int, ...]
     ) -> None:
         work = call.work()
+        if phase == "forward" and not self._attribution.in_a_module:
+            self._outside.append(self._current)
         self._ops.append(
             Op(
                 index=self._current,
@@ -257,6 +260,7 @@ class StepTracker(TorchDispatchMode):
                 "micro_batches": step.micro_batches,
                 "precision": step.workload.precision,
                 "unattributed_ops": self._attribution.unresolved,
+                "outside_of_modules": self._outside,
             },
         )
 

@@ -18,7 +18,7 @@ from memfit.core.errors import WorkloadFailed
 from memfit.core.exactness import Exactness
 from memfit.dryrun.result import DryRunResult
 from memfit.planning.figures import Candidate, Settings, StepFigures
-from memfit.planning.schedules import Lever, Saves, checkpointing
+from memfit.planning.schedules import Lever, Rematerialized, Schedule, checkpointing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class ModelFacts:
 
     blocks: tuple[str, ...]
     samples: int
+    rematerialization: Exactness | None = None
     chunked_loss: Exactness | None = None
     micro_batching: Exactness | None = None
     implementations: Mapping[str, Exactness] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class Try:
 
     name: str
     lever: Lever
-    schedule: tuple[Saves, ...]
+    schedule: Schedule
     techniques: tuple[Settings, ...]
     seconds: float
     peaks: Peaks
@@ -168,12 +169,12 @@ class Bench:
         """Predicted seconds of each operator of a graph."""
         return [op_seconds(op, self.gpu) for op in graph.ops]
 
-    def techniques(self, lever: Lever, schedule: Sequence[Saves]) -> tuple[Settings, ...]:
+    def techniques(self, lever: Lever, schedule: Schedule) -> tuple[Settings, ...]:
         """The settings of a plan: checkpointing first, as it goes by the model as built."""
         return (*checkpointing(self.blocks, schedule), *lever.settings)
 
     def evaluate(
-        self, name: str, lever: Lever, schedule: Sequence[Saves], seconds: float, *, named: bool = False
+        self, name: str, lever: Lever, schedule: Schedule, seconds: float, *, named: bool = False
     ) -> Try:
         """The quick peaks of a plan; from memory when it was tried before."""
         techniques = self.techniques(lever, schedule)
@@ -184,7 +185,7 @@ class Bench:
             known = Try(
                 name=name,
                 lever=lever,
-                schedule=tuple(schedule),
+                schedule=schedule if isinstance(schedule, Rematerialized) else tuple(schedule),
                 techniques=techniques,
                 seconds=seconds,
                 peaks=self.oracle.evaluate(techniques),

@@ -222,6 +222,7 @@ def model_facts(step: TrainingStep) -> dict[str, Any]:
     return {
         "blocks": list(block_names(step.model) or _large_parts(step.model)),
         "samples": sample_count(step.batch),
+        "rematerialization": _grade(step, {"technique": "rematerialization", "blocks": {"": []}}),
         "chunked_loss": _grade(step, {"technique": "chunked_cross_entropy"}),
         "micro_batching": _grade(step, {"technique": "micro_batching"}),
         "implementations": _implementations(step),

@@ -13,6 +13,8 @@ from memfit.capture.graph import StepGraph
 from memfit.core.errors import UsageError, WorkloadFailed
 from memfit.core.exactness import Exactness
 from memfit.planning.bench import Bench, ModelFacts, Try, by_seconds, settings_key
+from memfit.planning.drop_search import DropSearch, program_of
+from memfit.planning.drops import DropProgram
 from memfit.planning.figures import Settings
 from memfit.planning.layout import Layout
 from memfit.planning.problem import Option
@@ -64,6 +66,8 @@ class Explorer:
     local_steps: int = LOCAL_STEPS
     _budget_bytes: int = field(default=0, init=False)
     _graphs: dict[str, StepGraph | None] = field(default_factory=dict, init=False)
+    _programs: dict[str, DropProgram] = field(default_factory=dict, init=False)
+    _drop_searches: dict[str, DropSearch] = field(default_factory=dict, init=False)
     _options: tuple[dict[tuple[str, ...], Option], ...] | None = field(default=None, init=False)
 
     def explore(self, budget_bytes: int) -> None:
@@ -97,7 +101,8 @@ class Explorer:
 
     def _measured(self, row: Row) -> tuple[dict[tuple[str, ...], Option], ...]:
         """All options, measured in captured steps that mix them."""
-        wanted = wanted_saves(row, limit=OPTIONS_PER_BLOCK)
+        limit = OPTIONS_PER_BLOCK if self.facts.rematerialization is None else 0
+        wanted = wanted_saves(row, limit=limit)
         schedules = mixes(row, wanted)[:MOST_MIXES]
         captured = []
         for number, schedule in enumerate(schedules):
@@ -154,9 +159,31 @@ class Explorer:
         overhead = max(plain.peaks.reserved_bytes - own_sum, 0)
         if self._fits(plain):
             return replace(case, overhead_bytes=overhead, expected_seconds=case.base_seconds)
+        drops = self._drops(case)
+        if drops is not None:
+            own = plain.peaks.reserved_bytes - drops.program.step.graph.peak_bytes
+            expected = drops.expected(max(own, 0))
+            return replace(case, overhead_bytes=overhead, expected_seconds=expected)
         solution = solve(case.problem, self._budget_bytes - overhead)
         expected = float("inf") if solution is None else case.base_seconds + solution.recompute_seconds
         return replace(case, overhead_bytes=overhead, expected_seconds=expected)
+
+    def _drops(self, case: LeverProblem) -> DropSearch | None:
+        """The search over single operators; None where the model cannot run so."""
+        if self.facts.rematerialization is None:
+            return None
+        key, step_key = settings_key(case.lever.settings), settings_key(case.lever.step_settings)
+        graph = self._graph(case.lever.step_settings)
+        assert graph is not None, "a case has a graph"
+        if step_key not in self._programs:
+            self._programs[step_key] = program_of(
+                graph, self.bench.blocks, self.bench.seconds(graph), case.lever.micro_batches
+            )
+        if key not in self._drop_searches:
+            self._drop_searches[key] = DropSearch(self.bench, case.lever, graph, self._programs[step_key])
+        search = self._drop_searches[key]
+        search.budget_bytes = self._budget_bytes
+        return search
 
     def _plain_under(self, case: LeverProblem) -> Try:
         name = f"plain, {case.lever.name}" if case.lever.name else "plain"
@@ -171,17 +198,41 @@ class Explorer:
         tried = [self._plain_under(case)]
         if row.blocks and not self._fits(tried[0]):
             tried += self._named(row, case, best)
-            refiner = Refiner(self.bench, case, self._budget_bytes)
-            if case.expected_seconds < best:
-                tried += refiner.tighten()
-            if not any(map(self._fits, tried)) and best == float("inf"):
-                tried.append(refiner.least())
-            if case.lever.is_none:
-                refiner.sweep(FRONT_POINTS)
-            fastest = min(filter(self._fits, tried), key=by_seconds, default=None)
-            if fastest is not None and fastest.seconds < best:
-                tried += refiner.improve(fastest, self.local_steps)
+            drops = self._drops(case)
+            if drops is not None:
+                tried += self._dropping(drops, tried[0], case, best)
+            if drops is None or not any(t.peaks.failure is None for t in tried if t.name == "planned"):
+                tried += self._choosing(case, tried, best)
         return min((t.seconds for t in tried if self._fits(t)), default=float("inf"))
+
+    def _dropping(self, drops: DropSearch, plain: Try, case: LeverProblem, best: float) -> list[Try]:
+        """Plans operator by operator."""
+        tried: list[Try] = []
+        overhead = max(plain.peaks.reserved_bytes - drops.program.step.graph.peak_bytes, 0)
+        if case.expected_seconds < best:
+            tried += drops.tighten(overhead)
+        if not any(map(self._fits, tried)) and best == float("inf"):
+            tried.append(drops.least())
+        if case.lever.is_none:
+            drops.sweep(FRONT_POINTS)
+        fastest = min(filter(self._fits, tried), key=by_seconds, default=None)
+        if fastest is not None and fastest.seconds < best:
+            tried += drops.improve(fastest, self.local_steps)
+        return tried
+
+    def _choosing(self, case: LeverProblem, tried: Sequence[Try], best: float) -> list[Try]:
+        """Plans block by block, from options as measured."""
+        refiner, more = Refiner(self.bench, case, self._budget_bytes), []
+        if case.expected_seconds < best:
+            more += refiner.tighten()
+        if not any(map(self._fits, (*tried, *more))) and best == float("inf"):
+            more.append(refiner.least())
+        if case.lever.is_none:
+            refiner.sweep(FRONT_POINTS)
+        fastest = min(filter(self._fits, (*tried, *more)), key=by_seconds, default=None)
+        if fastest is not None and fastest.seconds < best:
+            more += refiner.improve(fastest, self.local_steps)
+        return more
 
     def _named(self, row: Row, case: LeverProblem, best: float) -> list[Try]:
         tried = []

@@ -22,16 +22,16 @@ def minimise(
     *,
     constraint: LinearConstraint,
     bounds: Bounds,
-    integral: bool,
+    integral: bool | npt.NDArray[np.int64],
     options: Mapping[str, Any],
 ) -> Any:
-    """`scipy.optimize.milp`: the variables of least cost, all of them integers or none."""
+    """`scipy.optimize.milp`: the variables of least cost; all of them are integers, none, or those told."""
     with _LOCK, _standard_output_aside():
         return milp(
             costs,
             constraints=constraint,
             bounds=bounds,
-            integrality=np.full(len(costs), int(integral)),
+            integrality=np.full(len(costs), integral, dtype=int),
             options=dict(options),
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memfit.planning.bench import Bench, Try
 from memfit.planning.problem import Option, Problem, pareto_options
 from memfit.planning.problems import choice_of, schedule_of
-from memfit.planning.schedules import Lever
+from memfit.planning.schedules import Lever, Rematerialized
 from memfit.planning.solve import solve
 
 ROUNDS = 8
@@ -119,7 +119,9 @@ class Refiner:
         only changes whose sum is near the budget: the allocator's share moves by little between such plans.
         """
         table = self.case.problem.option_table()
-        known = choice_of(self.case.problem, start.schedule)
+        known = None
+        if not isinstance(start.schedule, Rematerialized):
+            known = choice_of(self.case.problem, start.schedule)
         if known is None:
             return []
         choice = list(known)

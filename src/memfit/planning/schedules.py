@@ -17,6 +17,18 @@ from memfit.planning.figures import Settings
 from memfit.planning.options import BlockWork
 
 Saves = tuple[str, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rematerialized:
+    """A schedule operator by operator: for each block, and for the model outside of them (``""``), which
+    results are kept."""
+
+    keeps: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+Schedule = Sequence[Saves] | Rematerialized
+"""What each block keeps, or what is kept of each operator."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 LOSS_CHUNKS = 8
 
@@ -166,7 +178,10 @@ def _together(parts: Sequence[Lever]) -> Lever:
     )
 
 
-def checkpointing(blocks: Sequence[str], saves: Sequence[Saves]) -> tuple[Settings, ...]:
-    """The checkpointing technique's settings for a schedule; empty when every block runs plain."""
+def checkpointing(blocks: Sequence[str], saves: Schedule) -> tuple[Settings, ...]:
+    """The settings of the technique for a schedule; empty when every block runs plain."""
+    if isinstance(saves, Rematerialized):
+        keeps = {name: list(kept) for name, kept in saves.keeps}
+        return ({"technique": "rematerialization", "blocks": keeps},)
     chosen = {name: list(kept) for name, kept in zip(blocks, saves, strict=True) if kept is not None}
     return ({"technique": "gradient_checkpointing", "blocks": chosen},) if chosen else ()

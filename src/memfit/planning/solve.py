@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint
-from scipy.sparse import coo_array
+from scipy.optimize import Bounds
 
 from memfit.planning.highs import minimise
 from memfit.planning.problem import Option, Problem, pareto_options
+from memfit.planning.rows import Rows
 
 RELATIVE_GAP = 0.005
 MOST_NODES = 5000
@@ -76,7 +76,7 @@ def solve(
         fits = peak_bytes <= budget_bytes
         return Solution(choice=(), recompute_seconds=0.0, peak_bytes=peak_bytes) if fits else None
     groups = _groups(problem)
-    rows = _Rows()
+    rows = Rows()
     _add_choices(rows, groups)
     _add_order(rows, groups)
     _add_memory(rows, groups, problem, budget_bytes)
@@ -116,45 +116,18 @@ def _width(groups: Sequence[_Group]) -> int:
     return groups[-1].variables().stop if groups else 0
 
 
-class _Rows:
-    """Sparse rows of a linear constraint, added one by one."""
-
-    def __init__(self) -> None:
-        self._values: list[float] = []
-        self._rows: list[int] = []
-        self._columns: list[int] = []
-        self._low: list[float] = []
-        self._high: list[float] = []
-
-    def add(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
-        """One row: ``low <= sum(coefficient * variable) <= high``."""
-        row = len(self._low)
-        for column, value in terms:
-            self._rows.append(row)
-            self._columns.append(column)
-            self._values.append(value)
-        self._low.append(low)
-        self._high.append(high)
-
-    def constraint(self, width: int) -> LinearConstraint:
-        """All rows at once."""
-        shape = (len(self._low), width)
-        matrix = coo_array((self._values, (self._rows, self._columns)), shape=shape).tocsr()
-        return LinearConstraint(matrix, self._low, self._high)
-
-
 def _by_kept_bytes(options: Sequence[Option]) -> list[int]:
     return sorted(range(len(options)), key=lambda number: (options[number].saved_bytes, number))
 
 
-def _add_choices(rows: _Rows, groups: Sequence[_Group]) -> None:
+def _add_choices(rows: Rows, groups: Sequence[_Group]) -> None:
     """Each block takes one option."""
     for group in groups:
         count = len(group.positions)
         rows.add([(column, 1.0) for column in group.variables()], count, count)
 
 
-def _add_order(rows: _Rows, groups: Sequence[_Group]) -> None:
+def _add_order(rows: Rows, groups: Sequence[_Group]) -> None:
     """Of two neighbouring groups of a class, the earlier one keeps no more: for each option, as shares of the
     group."""
     for before, after in itertools.pairwise(groups):
@@ -167,7 +140,7 @@ def _add_order(rows: _Rows, groups: Sequence[_Group]) -> None:
             rows.add(terms, 0.0, np.inf)
 
 
-def _add_memory(rows: _Rows, groups: Sequence[_Group], problem: Problem, budget_bytes: int) -> None:
+def _add_memory(rows: Rows, groups: Sequence[_Group], problem: Problem, budget_bytes: int) -> None:
     """The budget at the end of the forward pass and where the backward pass reaches each group (bytes in
     MiB).
 

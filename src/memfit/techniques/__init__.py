@@ -29,6 +29,7 @@ from memfit.techniques.optimizer_implementation import OptimizerImplementation
 from memfit.techniques.optimizer_in_backward import OptimizerInBackward
 from memfit.techniques.partial_quantization import PartialQuantization
 from memfit.techniques.pruning import Pruning
+from memfit.techniques.rematerialization import Rematerialization
 from memfit.techniques.saving import Saving
 from memfit.techniques.vocabulary_padding import VocabularyPadding
 
@@ -36,6 +37,7 @@ TECHNIQUES: Mapping[str, type[Technique]] = {
     technique.name: technique
     for technique in (
         GradientCheckpointing,
+        Rematerialization,
         ChunkedCrossEntropy,
         MicroBatching,
         OptimizerImplementation,
@@ -79,6 +81,7 @@ __all__ = [
     "PartialQuantization",
     "Pruning",
     "QLoRA",
+    "Rematerialization",
     "Saving",
     "Technique",
     "VocabularyPadding",

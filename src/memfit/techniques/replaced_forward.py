@@ -42,7 +42,9 @@ class ReplacedForward:
         return forward
 
 
-def set_forwards(forwards: Iterable[tuple[nn.Module, ReplacedForward]]) -> Undo:
+def set_forwards(
+    forwards: Iterable[tuple[nn.Module, ReplacedForward]], technique: str = "mixed precision"
+) -> Undo:
     """Puts each forward on its module; gives back what takes them off again. Holds the modules weakly."""
     placed = []
     for module, forward in forwards:
@@ -56,7 +58,7 @@ def set_forwards(forwards: Iterable[tuple[nn.Module, ReplacedForward]]) -> Undo:
                 continue
             if vars(module).get("forward") is not forward:
                 raise UsageError(
-                    f"the forward of a {type(module).__name__} was replaced after mixed precision was "
+                    f"the forward of a {type(module).__name__} was replaced after {technique} was "
                     "applied; take that replacement back first"
                 )
             del module.forward

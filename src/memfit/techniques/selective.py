@@ -97,7 +97,7 @@ class _Ledger:
     by_storage: dict[int, list[int]] = field(default_factory=dict)
 
 
-class _LightMode(TorchDispatchMode):
+class LightMode(TorchDispatchMode):
     """A mode whose dispatch is a plain function: the wrapper that keeps the compiler out costs 10 µs an
     operation."""
 
@@ -110,7 +110,7 @@ class _LightMode(TorchDispatchMode):
         return False
 
 
-class Keep(_LightMode):
+class Keep(LightMode):
     """Runs every operation and keeps the outputs of the chosen ones."""
 
     def __init__(self, saved: SavedOperations, table: _Table, ledger: _Ledger) -> None:
@@ -196,7 +196,7 @@ class Keep(_LightMode):
                 kept.versions = tuple(copy._version for copy in copies)
 
 
-class Replay(_LightMode):
+class Replay(LightMode):
     """Hands out the kept outputs, each once; what was not kept (or was used before, by an earlier backward)
     runs."""
 

@@ -1,0 +1,162 @@
+"""Plans that compute again operator by operator, tried on the bench: solve, run, tighten, neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from memfit.capture.graph import StepGraph
+from memfit.planning.bench import Bench, Try
+from memfit.planning.drops import DropProgram, Drops
+from memfit.planning.schedules import Lever, Rematerialized
+from memfit.techniques.recomputed_steps import RecomputedStep
+
+ROUNDS = 8
+STEP_SHARE = 0.005
+"""By how much of the budget the next plan is leaner at least, when one did not fit."""
+TIGHT_SHARE = 0.97
+"""A plan that reserves this part of the budget is improved by its neighbours only."""
+LUCK_SHARE = 0.01
+"""By how much of the budget a neighbour may exceed it by its sum and still be run: segments may suit it."""
+
+Seconds = Callable[[StepGraph], Sequence[float]]
+
+
+class DropSearch:
+    """Plans under one lever for one budget.
+
+    Args:
+        bench: where they are tried.
+        lever: what else is changed.
+        graph: the step captured under the lever, without recomputation.
+        program: of `program_of`, shared by levers that do not change the graph.
+    """
+
+    def __init__(self, bench: Bench, lever: Lever, graph: StepGraph, program: DropProgram) -> None:
+        self.bench = bench
+        self.lever = lever
+        self.program = program
+        self.budget_bytes = 0
+        self.base_seconds = sum(bench.seconds(graph))
+        self._plain_bytes = program.step.graph.peak_bytes
+        self._found: dict[str, Drops] = {}
+
+    def expected(self, overhead_bytes: int) -> float:
+        """The seconds to expect within the budget; infinite where the program has no plan."""
+        found = self.program.solve(self.budget_bytes - overhead_bytes)
+        return float("inf") if found is None else self.base_seconds + found.seconds
+
+    def tighten(self, overhead_bytes: int) -> list[Try]:
+        """Solves for what the step may have live, runs the plan, and corrects by what the allocator reserved
+        over that, until a plan fits and uses nearly all of the budget."""
+        tried: list[Try] = []
+        allowance, failing, fitting = self.budget_bytes - overhead_bytes, 0, 0
+        for _ in range(ROUNDS):
+            found = self.program.solve(allowance)
+            if found is None:
+                break
+            attempt = self._try(found)
+            if attempt.peaks.failure or any(attempt.key == other.key for other in tried):
+                break
+            tried.append(attempt)
+            over = attempt.peaks.reserved_bytes - self.budget_bytes
+            if over > 0:
+                failing = min(failing or found.peak_bytes, found.peak_bytes)
+                lower = found.peak_bytes - max(over, int(STEP_SHARE * self.budget_bytes))
+                allowance = max(lower, (failing + fitting) // 2) if fitting else lower
+            elif self._is_tight(attempt):
+                break
+            else:
+                fitting = max(fitting, found.peak_bytes)
+                allowance = (fitting + failing) // 2 if failing > fitting else found.peak_bytes - over
+        return tried
+
+    def _is_tight(self, tried: Try) -> bool:
+        """Whether little room is left, or nothing to gain from it."""
+        return (
+            tried.peaks.reserved_bytes >= TIGHT_SHARE * self.budget_bytes
+            or tried.seconds <= self.base_seconds
+        )
+
+    def improve(self, start: Try, limit: int) -> list[Try]:
+        """Local search on the bench: keeps one result more after another, or one in place of another, as long
+        as the step still fits and gets faster."""
+        tried: list[Try] = []
+        drops = self._found.get(start.key)
+        last = self.bench.evaluations + limit
+        while drops is not None and self.bench.evaluations < last:
+            overhead = start.peaks.reserved_bytes - drops.peak_bytes
+            better = None
+            for neighbour in self._neighbours(drops, int(self.budget_bytes * (1 + LUCK_SHARE)) - overhead):
+                if self.bench.evaluations >= last:
+                    return tried
+                attempt = self._try(neighbour)
+                tried.append(attempt)
+                if attempt.peaks.failure is None and attempt.peaks.reserved_bytes <= self.budget_bytes:
+                    better = neighbour
+                    start = attempt
+                    break
+            drops = better
+        return tried
+
+    def _neighbours(self, drops: Drops, allowance_bytes: int) -> list[Drops]:
+        """Choices that keep one more and are faster, the fastest first, within what the sums allow."""
+        found = []
+        for op in self.program.makers:
+            if op not in drops.kept:
+                more = self.program.play(drops.kept | {op})
+                if more.seconds < drops.seconds and more.peak_bytes <= allowance_bytes:
+                    found.append(more)
+        return sorted(found, key=lambda more: (more.seconds, more.peak_bytes, sorted(more.kept)))
+
+    def sweep(self, points: int) -> list[Try]:
+        """Plans for budgets spread evenly between this one and the plain step's peak: they draw the front."""
+        low, high = min(self.budget_bytes, self._plain_bytes), self._plain_bytes
+        tried = []
+        for point in range(1, points + 1):
+            found = self.program.solve(low + (high - low) * point // (points + 1))
+            if found is not None:
+                tried.append(self._try(found))
+        return tried
+
+    def least(self) -> Try:
+        """The plan that needs least by the sums."""
+        return self._try(self.program.leanest())
+
+    def _try(self, drops: Drops) -> Try:
+        keeps = tuple(self.program.keeps(drops.kept).items())
+        attempt = self.bench.evaluate(
+            "planned", self.lever, Rematerialized(keeps=keeps), self.base_seconds + drops.seconds
+        )
+        self._found[attempt.key] = drops
+        return attempt
+
+
+def program_of(
+    graph: StepGraph, blocks: Sequence[str], seconds: Sequence[float], micro_batches: int
+) -> DropProgram:
+    """The program of a step; with micro-batches that of one of them, whose operators cost as many times
+    more."""
+    one_round = first_round(graph)
+    step = RecomputedStep(one_round, (*blocks, ""))
+    return DropProgram(step, [micro_batches * s for s in seconds[: len(one_round.ops)]])
+
+
+def first_round(graph: StepGraph) -> StepGraph:
+    """The step up to the end of its first backward pass: one micro-batch of several. A step of one round is
+    given back as it is."""
+    begins = [
+        op.index
+        for op, before in zip(graph.ops[1:], graph.ops, strict=False)
+        if op.phase == "forward" and before.phase in ("backward", "recompute")
+    ]
+    if not begins:
+        return graph
+    end = begins[0]
+    storages = tuple(
+        replace(s, died=-1 if s.died >= end else s.died)
+        if s.born < end
+        else replace(s, born=end - 1, died=end - 1, size_bytes=0)
+        for s in graph.storages
+    )
+    return replace(graph, ops=graph.ops[:end], storages=storages)
