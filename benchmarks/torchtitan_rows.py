@@ -7,9 +7,11 @@ The rows are those of github.com/pytorch/torchtitan, benchmarks/llama3_h100_2024
 2024): the peak of reserved memory, the largest of all ranks. ROWS.json has them as {"rows": [{"model",
 "gpus", "local_batch", "ac", "technique", "seq", "measured_bytes"}, …]}; without it the two rows that can be
 compared are used. Rank 0 runs `benchmarks/llama3_parallel.py`, a page of code of our own with torchtitan's
-architecture, FSDP2 set-up, checkpointing policy and allocator setting. Rows that were measured with
-torch.compile or float8 are run without them, which is the reason for their difference. About half a minute
-per row, and no GPU.
+architecture, FSDP2 set-up, checkpointing policy and allocator setting; with torch.compile for each block
+where FSDP is all else that was used. The first and the last stage of rows with pipelines run
+`benchmarks/llama3_pipeline.py`, in eight micro-batches. What a row was measured with and is run without
+(float8, AsyncTP, compilation beside tensor or context parallel) is the reason for its difference. One to two
+minutes per row, and no GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from memfit import dry_run
 from memfit.core.units import format_bytes
 
 SCRIPT = Path(__file__).with_name("llama3_parallel.py")
+PIPELINE = Path(__file__).with_name("llama3_pipeline.py")
+MICRO_BATCHES = 8  # torchtitan's default: as many as there are stages
 GPU = "96GiB,sm90"  # H100 with 96 GB of HBM2e
 GIB = 1 << 30
 COMPARABLE = [
@@ -38,18 +42,19 @@ COMPARABLE = [
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is run for a row: the script's options, the size of the job, and what differs from the row."""
+    """What is run for a row: script and options, the size of the job, its ranks that count, and what differs
+    from the row."""
 
+    script: Path
     words: tuple[str, ...]
     gpus: int
+    ranks: tuple[int, ...]
     differs: str | None
 
     @classmethod
-    def of(cls, row: dict[str, Any]) -> Case | None:
-        """None for what the script does not rebuild (pipelines)."""
+    def of(cls, row: dict[str, Any]) -> Case:
+        """The case that rebuilds a row as far as it can be."""
         technique = row["technique"]
-        if "PP" in technique:
-            return None
         context = re.search(r"CP(\d+)", technique)
         tensor = re.search(r"TP(\d+)", technique) or ("AsyncTP" in technique and re.search("(8)", "8"))
         words = [
@@ -63,24 +68,40 @@ class Case:
         without = [name for name in ("compile", "float8", "AsyncTP") if name in technique]
         if technique.startswith("same"):
             without = ["compile", "float8", "AsyncTP"]
+        if "compile" in without and not context and not tensor:
+            words.append("--compile")
+            without.remove("compile")
+        script, ranks, differs = SCRIPT, (0,), [f"run without {', '.join(without)}"] if without else []
+        stages = re.search(r"PP(\d+)", technique)
+        if stages:
+            script, ranks = PIPELINE, (0, row["gpus"] * (int(stages[1]) - 1) // int(stages[1]))
+            kind = "interleaved" if "Interleaved" in technique else "1f1b"
+            words += ["--pp", stages[1], "--schedule", kind, "--micro-batches", str(MICRO_BATCHES)]
+            differs.append(f"{MICRO_BATCHES} micro-batches (not stated)")
         return cls(
+            script=script,
             words=tuple(words),
             gpus=row["gpus"],
-            differs=f"run without {', '.join(without)}" if without else None,
+            ranks=ranks,
+            differs="; ".join(differs) or None,
         )
 
 
 def run(case: Case, known: dict[Any, int]) -> int:
-    """Peak reserved bytes of rank 0; each case once."""
+    """Peak reserved bytes of the fullest of the case's ranks; each case once."""
     key = (case.words, case.gpus)
     if key not in known:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as torchtitan's launcher sets it
-        result = dry_run(
-            [str(SCRIPT), *case.words], gpu=GPU, world_size=case.gpus, rank=0, repeats=0, output="stderr"
-        )
-        if result.exit_code:
-            raise SystemExit(f"{' '.join(case.words)}: {result.error}")
-        known[key] = result.peak_reserved_bytes
+        peaks = []
+        for rank in case.ranks:
+            result = dry_run(
+                [str(case.script), *case.words],
+                gpu=GPU, world_size=case.gpus, rank=rank, repeats=0, output="stderr",
+            )  # fmt: skip
+            if result.exit_code or result.oom:
+                raise SystemExit(f"{' '.join(case.words)}: {result.error or result.oom}")
+            peaks.append(result.peak_reserved_bytes)
+        known[key] = max(peaks)
     return known[key]
 
 
@@ -97,15 +118,12 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         case = Case.of(row)
-        if options.only_comparable and (case is None or case.differs):
+        if options.only_comparable and case.differs:
             continue
         start = (
             f"| {row['model']} | {row['gpus']} | {row['local_batch']} × {row['seq']} | {row['ac']} "
             f"| {row['technique']} | {format_bytes(row['measured_bytes'])} |"
         )
-        if case is None:
-            print(start, "– | – | not rebuilt: pipeline stages |", flush=True)
-            continue
         reserved = run(case, known)
         error = 100 * (reserved / row["measured_bytes"] - 1)
         print(start, f"{format_bytes(reserved)} | {error:+.1f} % | {case.differs or ''} |", flush=True)

@@ -205,6 +205,46 @@ CHUNKED = {"technique": "chunked_cross_entropy", "chunks": 3, "layer": "head"}
 FUSED = {"technique": "optimizer_implementation", "implementation": "foreach"}
 
 
+def guarded(trouble: str) -> dict[str, Any]:
+    """A guarded training on two ranks, one of which is in trouble."""
+    from memfit.techniques.adaptive import guard, training_step
+
+    groups.join()
+    rank = groups.rank()
+    torch.manual_seed(3)
+    model, batches = Blocks(), [torch.randn(8, 6) for _ in range(3)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if trouble == "wrapped":
+        model = nn.parallel.DistributedDataParallel(model)
+    updates = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        value = model(batch).square().mean()
+        if trouble == "broken" and rank == 0:
+            raise ValueError("a mistake")
+        if rank == 1 and (trouble == "always" or (trouble == "short" and len(batch) > 2)):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return value
+
+    def update(*_: Any) -> None:
+        updates.append(1)
+        if trouble == "update" and rank == 0 and len(updates) == 2:  # of the second step, once
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    optimizer.register_step_post_hook(update)
+    step = guard(training_step(model, optimizer, loss, max_grad_norm=0.5), model=model, optimizer=optimizer)
+    try:
+        for batch in batches:
+            step(batch.tensor_split(2)[rank])
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "log": [event.what for event in step.log],
+        "pieces": step.setting.micro_batches,
+        "parameters": [parameter.detach() for parameter in model.parameters()],
+    }
+
+
 def agree() -> list[Any]:
     """Each strategy, plain and planned, against one process; and what `wrap` refuses."""
     torch.manual_seed(9)

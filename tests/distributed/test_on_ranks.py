@@ -93,6 +93,47 @@ def test_strategies_and_plans_equal_one_process() -> None:
             assert wanted in text
 
 
+def trained_by_one_process() -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model, batches = on_ranks.Blocks(), [torch.randn(8, 6) for _ in range(3)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in batches:
+        model(batch).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("trouble", "log", "pieces"),
+    [
+        ("short", ["out of memory", "again", "out of memory", "down"], 2),
+        ("update", ["out of memory", "again"], 1),
+    ],
+)
+def test_ranks_leave_a_step_together_and_train_as_if_memory_had_not_run_out(
+    trouble: str, log: list[str], pieces: int
+) -> None:
+    """Rank 1 in its forward pass at every size but 2; rank 0 after its weights were updated."""
+    results = expect(on_ranks.guarded, trouble)
+    for result in results:
+        assert (result["log"], result["pieces"]) == (log, pieces)
+        for own, other, one in zip(
+            result["parameters"], results[0]["parameters"], trained_by_one_process(), strict=True
+        ):
+            assert torch.equal(own, other) and torch.allclose(own, one, rtol=0, atol=1e-6)
+
+
+def test_ranks_end_together_where_a_step_cannot_be_saved() -> None:
+    found = {trouble: expect(on_ranks.guarded, trouble) for trouble in ("always", "broken", "wrapped")}
+    told = {trouble: [result["error"] for result in results] for trouble, results in found.items()}
+    assert told["always"][0].startswith("AnotherRankShort: another rank ran out")
+    assert told["always"][1].startswith("OutOfMemoryError")
+    assert told["broken"][0] == "ValueError: a mistake" and "failed on another rank" in told["broken"][1]
+    assert all("is a DistributedDataParallel" in text for text in told["wrapped"])
+
+
 def naive_fingerprint(tensor: torch.Tensor) -> int:
     """The same hash in whole numbers of Python."""
     mask, total = (1 << 64) - 1, 0

@@ -14,6 +14,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit.core.errors import UsageError
+from memfit.techniques.adaptive_ranks import (
+    BROKEN,
+    SHORT,
+    AnotherRankFailed,
+    AnotherRankShort,
+    GuardedRanks,
+    ranks_of,
+)
 from memfit.techniques.adaptive_restore import StepState
 from memfit.techniques.adaptive_settings import (
     LADDER,
@@ -72,7 +80,9 @@ class Guard:
     ) -> None:
         self._step, self._model = step, model
         self.ladder: tuple[Rung, ...] = check_ladder(ladder)
-        self._takes_pieces = "micro_batches" in inspect.signature(step).parameters
+        takes = inspect.signature(step).parameters
+        self._takes_pieces, self._takes_synchronize = "micro_batches" in takes, "synchronize" in takes
+        self._ranks: GuardedRanks | None = None
         self.closed = closed_rungs(model, step, self._takes_pieces)
         self.log: list[GuardEvent] = []
         self.steps = 0
@@ -91,7 +101,7 @@ class Guard:
             Exception: the out-of-memory error itself, at the foot of the ladder or where it cannot be undone;
                 every other error as it is.
         """
-        _refuse_ranks()
+        self._ranks = self._ranks or ranks_of(self._model, self._takes_synchronize)
         elements, samples = _elements(batch), _samples(batch)
         setting = self._setting_for(elements, samples)
         emptied = "empty_cache" not in self.ladder
@@ -103,17 +113,13 @@ class Guard:
             release(error)
             reason = str(error).split("\n")[0]
             self._note("out of memory", setting, elements, reason)
-            if self._state.stepped_without_backup:
-                self._give_up(error, elements, "the optimizer had stepped already")
-            self._state.restore()
+            lower = next_setting(setting, self.ladder, samples, self.closed)
+            self._restore(error, elements, at_foot=emptied and lower is None)
             if not emptied:
                 emptied = True
                 self._note("again", setting, elements, "cache emptied")
                 continue
-            lower = next_setting(setting, self.ladder, samples, self.closed)
-            if lower is None:
-                self._give_up(error, elements, "foot of the ladder")
-            assert lower is not None
+            lower = lower or setting  # at the foot, and not the rank that ran out
             self._note("down", lower, elements, "")
             self._remember(elements, setting, lower)
             setting = lower
@@ -150,19 +156,37 @@ class Guard:
         self._state.begin()
         if setting != GuardSetting() and torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()  # `_room_above` asks for the peak of this step
-        pieces = {"micro_batches": setting.micro_batches} if self._takes_pieces else {}
+        ranks = self._ranks
+        pieces: dict[str, Any] = {"micro_batches": setting.micro_batches} if self._takes_pieces else {}
+        if ranks is not None:
+            ranks.begin()
+            pieces["synchronize"] = ranks.synchronize
         try:
             with self._applied.around(setting):
                 self._returned = self._step(batch, *args, **pieces, **kwargs)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
+        except AnotherRankShort as error:
+            return error
+        except BaseException as error:
+            short = isinstance(error, RuntimeError) and is_out_of_memory(error)
+            if ranks is not None and not isinstance(error, AnotherRankFailed):
+                ranks.tell(SHORT if short else BROKEN)
+            if not short:
                 self._state.forget()
                 raise
             return error
-        except BaseException:
-            self._state.forget()
-            raise
-        return None
+        return None if ranks is None else _finished(ranks)
+
+    def _restore(self, error: BaseException, elements: int, *, at_foot: bool) -> None:
+        """Takes the step back; gives up where it cannot be run again, here or on any rank."""
+        why = "foot of the ladder" if at_foot and not isinstance(error, AnotherRankShort) else None
+        if self._state.stepped_without_backup:
+            why = "the optimizer had stepped already"
+        else:
+            self._state.restore()
+        if self._ranks is not None and self._ranks.hopeless(why is not None):
+            why = why or "another rank cannot go on"
+        if why is not None:
+            self._give_up(error, elements, why)
 
     def _result(self) -> Any:
         returned, self._returned = self._returned, None
@@ -243,10 +267,13 @@ def guard(
     larger ones; after ``climb_after`` good steps the one before is tried again (twice as many after each
     vain try).
 
+    On several ranks all do so together, and the guard averages the gradients, in the place of
+    DistributedDataParallel.
+
     Args:
         step: ``step(batch, …)``: forward, backward, ``optimizer.step()``, best with
             ``zero_grad(set_to_none=True)`` at its end. For the micro-batch rung it takes ``micro_batches=``
-            as well, as `training_step` makes it.
+            as well, and on several ranks ``synchronize=``, as `training_step` makes it.
         model: of the step; ``None``: the one that ``step`` uses, if there is only one.
         optimizer: of the step; ``None``: the one that ``step`` uses, if there is only one model.
         ladder: rungs in the order they are tried; see `LADDER`.
@@ -290,7 +317,8 @@ def training_step(
     max_grad_norm: float | None = None,
 ) -> Callable[..., Tensor]:
     """A step ``(batch, micro_batches=1) → loss``: pieces weighted, losses scaled where mixed precision is
-    applied, gradients clipped, the optimizer stepped, gradients set to ``None``.
+    applied, gradients clipped, the optimizer stepped, gradients set to ``None``. On several ranks its guard
+    averages the gradients, so the model is wrapped by nothing.
 
     Args:
         loss: ``(model, batch)`` → a mean over the batch's samples or tokens.
@@ -298,7 +326,7 @@ def training_step(
         max_grad_norm: of the whole batch's gradient.
     """
 
-    def step(batch: Any, micro_batches: int = 1) -> Tensor:
+    def step(batch: Any, micro_batches: int = 1, synchronize: Callable[[], None] | None = None) -> Tensor:
         mp = mixed_precision_of(model)
         total: Tensor | None = None
         for piece, weight in MicroBatching(micro_batches=micro_batches).split(batch, loss_weight):
@@ -311,6 +339,8 @@ def training_step(
                 mp.scale_loss(part).backward()
             total = part.detach() if total is None else total + part.detach()
             del part
+        if synchronize is not None:
+            synchronize()
         if max_grad_norm is not None:
             clip = nn.utils.clip_grad_norm_ if mp is None else mp.clip_grad_norm_
             clip(model.parameters(), max_grad_norm)
@@ -354,10 +384,10 @@ def _samples(batch: Any) -> int:
     return int(sizes.pop()) if len(sizes) == 1 else 1
 
 
-def _refuse_ranks() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise UsageError(
-            "guard: with several ranks, one that runs a step again would leave the others waiting; find a "
-            "batch size beforehand (memfit.find_batch_size) and guard single processes only"
-        )
+def _finished(ranks: GuardedRanks) -> AnotherRankShort | None:
+    """The others are told that the step is done here; the error where one of them ran out in its update."""
+    try:
+        ranks.finish()
+    except AnotherRankShort as error:
+        return error
+    return None
