@@ -16,7 +16,7 @@ from memfit.core.devices import GPU
 from memfit.planning.figures import Settings
 from memfit.planning.fused_seconds import fused_seconds, unfused_seconds
 from memfit.techniques.compiled_partition import CompiledPartition
-from memfit.techniques.joint_partition import Partitioned, cost_seconds, observed_partitions
+from memfit.techniques.joint_partition import KNOWN_BUDGETS, Partitioned, cost_seconds, observed_partitions
 from memfit.techniques.joint_replay import Replay, replay
 from memfit.techniques.joint_solver import choose, least
 
@@ -46,12 +46,13 @@ class CompiledSession:
 
         torch.set_num_threads(1)
         self._open = ExitStack()
+        asked = (*budgets, *KNOWN_BUDGETS)
         self._gpu = GPU(**{**target, "compute_capability": tuple(target["compute_capability"])})
         self._fused = backend != "aot_eager"
         device, _ = self._open.enter_context(device_of(engine, target))
         step = build_step(from_reference(workload), device=device, seed=seed)
         settings = {"technique": "compiled_partition", "backend": backend}
-        with observed_partitions(budgets) as observation, applied(step, (settings,)):
+        with observed_partitions(asked) as observation, applied(step, (settings,)):
             step.forward_backward()
         self._graphs = observation.graphs
         self._wholes = [replay(graph.step, graph.step.needed) for graph in self._graphs]
@@ -78,8 +79,9 @@ class CompiledSession:
 
     def _cut(self, graph: Partitioned, whole: Replay, peak: float) -> tuple[Replay, bool]:
         seconds = [cost_seconds(op, self._gpu, fused=self._fused) for op in graph.step.ops]
-        cut = choose(graph.step, seconds, int(peak * whole.peak_bytes))
-        return (cut or least(graph.step, seconds)).replay, cut is not None
+        known = [graph.by_budget[budget] for budget in KNOWN_BUDGETS if budget in graph.by_budget]
+        cut = choose(graph.step, seconds, int(peak * whole.peak_bytes), known)
+        return (cut or least(graph.step, seconds, known)).replay, cut is not None
 
     def _figures(self, runs: Sequence[Replay], *, reached: bool) -> dict[str, Any]:
         """Of all graphs together: the forwards run one after another, the backwards in the opposite order."""

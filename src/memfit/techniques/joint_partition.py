@@ -31,6 +31,9 @@ FUSED_SHARE = 0.25
 """What running again an operator that the compiler fuses with its neighbours costs, in parts of running it
 alone: most of what it reads and writes stays on the chip, and it has no launch of its own."""
 
+KNOWN_BUDGETS = (0.75, 0.5, 0.25, 0.1)
+"""PyTorch's cuts that a cut for a peak is held against: it is no worse than the best of those that fit."""
+
 _LOCK = threading.RLock()
 
 
@@ -113,27 +116,25 @@ class PeakPartitioner(CustomPartitionerFn):
         read = read_joint(
             graph, backward=frozenset(info.required_bw_nodes), outputs=outputs, gradients=gradients
         )
-        by_budget = {
-            other: _kept_by(own, graph, info, other, read)[0]
-            for observation in _OBSERVATIONS
-            for other in observation.budgets
-        }
+        asked = {other for observation in _OBSERVATIONS for other in observation.budgets}
+        asked.update(() if self.peak is None else KNOWN_BUDGETS)
+        by_budget = {other: _kept_by(own, graph, info, other, read)[0] for other in sorted(asked)}
         if self.peak is None:
             kept, nodes = _kept_by(own, graph, info, budget, read)
             reached = True
         else:
-            cut, reached = self._cut(read.step)
+            cut, reached = self._cut(read.step, [by_budget[known] for known in KNOWN_BUDGETS])
             kept, nodes = cut.kept, [*info.inputs, *_saved_nodes(read, cut.kept, info)]
         _tell(read.step, kept, reached, by_budget)
         return nodes
 
-    def _cut(self, step: JointStep) -> tuple[Cut, bool]:
+    def _cut(self, step: JointStep, known: Sequence[frozenset[int]]) -> tuple[Cut, bool]:
         assert self.peak is not None
         gpu = find_gpu(self.gpu)
         seconds = [cost_seconds(op, gpu, fused=self.fused) for op in step.ops]
         whole = replay(step, keep_all(step))
-        cut = choose(step, seconds, int(self.peak * whole.peak_bytes))
-        return (least(step, seconds), False) if cut is None else (cut, True)
+        cut = choose(step, seconds, int(self.peak * whole.peak_bytes), known)
+        return (least(step, seconds, known), False) if cut is None else (cut, True)
 
 
 def _kept_by(

@@ -19,9 +19,10 @@ together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +32,19 @@ from memfit.techniques.joint_replay import JointStep, Replay, replay
 SEGMENTS = 48
 REACH = 2
 """By how many segments before its own an operator may be run again."""
-ROUNDS = 8
+ROUNDS = 4
+ENOUGH_SHARE = 0.02
+"""By how much of its time a cut must be better than the last one for another round."""
 RELATIVE_GAP = 0.005
 MOST_NODES = 20
 TIME_LIMIT_SECONDS = 60.0
 """Far from being reached: the number of nodes ends a hard program, so that a slow machine gets the same
 answer."""
-TIGHT_SHARE = 0.98
-"""A cut that uses this part of the peak is not improved further."""
+EARLY_SHARE = 0.1
+STEP_SHARE = 0.002
+"""By how much of the peak less is allowed where a replay exceeds it."""
 _TIE_BREAK = 1e-4
+_MIB = 2.0**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,49 +61,77 @@ def keep_all(step: JointStep) -> frozenset[int]:
     return step.needed
 
 
-def choose(step: JointStep, seconds: Sequence[float], peak_bytes: int) -> Cut | None:
+def choose(
+    step: JointStep, seconds: Sequence[float], peak_bytes: int, known: Iterable[frozenset[int]] = ()
+) -> Cut | None:
     """The cut of least time whose replay stays within ``peak_bytes``; None where none was found.
 
     Args:
         seconds: of each operator of the step.
         peak_bytes: of live bytes, as `Replay.peak_bytes` counts them.
+        known: what other choices keep; the answer is no worse than the best of them.
     """
     whole = _cut(step, seconds, keep_all(step))
     if whole.replay.peak_bytes <= peak_bytes:
         return whole
     program = _Program(step, seconds)
-    best: Cut | None = None
-    allowance, failing = peak_bytes, 0
-    for _ in range(ROUNDS):
-        kept = program.solve(allowance)
-        if kept is None:
+    slack = np.zeros(len(program.fixed_bytes))
+    fitting = [cut for cut in _cuts(step, seconds, known) if cut.replay.peak_bytes <= peak_bytes]
+    best = min(fitting, key=lambda cut: cut.seconds, default=None)
+    last: Cut | None = None
+    for number in range(ROUNDS):
+        solution = program.solve(peak_bytes + slack)
+        if solution is None and number == 0:
+            solution = program.solve(None)  # the leanest by its own sums, which may be too high
+        if solution is None:
             break
-        found = _cut(step, seconds, kept)
-        over = found.replay.peak_bytes - peak_bytes
-        if over <= 0 and (best is None or found.seconds < best.seconds):
+        found = _cut(step, seconds, solution.kept)
+        fits = found.replay.peak_bytes <= peak_bytes
+        if fits and (best is None or found.seconds < best.seconds):
             best = found
-        if over > 0:
-            failing = min(failing or allowance, allowance)
-            allowance -= max(over, peak_bytes // 100)
-        elif found.seconds == 0 or found.replay.peak_bytes >= TIGHT_SHARE * peak_bytes:
+        if fits and last is not None and found.seconds >= last.seconds * (1 - ENOUGH_SHARE):
             break
-        else:
-            more = allowance - over
-            allowance = min(more, (allowance + failing) // 2) if failing else more
+        last = found if fits else last
+        slack = _next_slack(slack, solution.sums_bytes, program.held(found.replay), peak_bytes)
     return best
 
 
-def least(step: JointStep, seconds: Sequence[float]) -> Cut:
-    """The cut of the lowest peak, as far as one program finds it."""
-    whole = _cut(step, seconds, keep_all(step))
-    kept = _Program(step, seconds).solve(None)
-    found = whole if kept is None else _cut(step, seconds, kept)
-    return min((whole, found), key=lambda cut: cut.replay.peak_bytes)
+def _next_slack(
+    slack: npt.NDArray[np.float64],
+    sums: npt.NDArray[np.float64],
+    held: npt.NDArray[np.float64],
+    peak_bytes: int,
+) -> npt.NDArray[np.float64]:
+    """By how much the program's sum may exceed the peak at each position: by what it lies over the replay
+    there, and less where that is too much already."""
+    over = held > peak_bytes
+    seen: npt.NDArray[np.float64] = sums - held
+    return np.where(over, np.minimum(slack, seen) - STEP_SHARE * peak_bytes, seen)
+
+
+def least(step: JointStep, seconds: Sequence[float], known: Iterable[frozenset[int]] = ()) -> Cut:
+    """The cut of the lowest peak, as far as one program finds it, or the leanest of those that are known."""
+    solution = _Program(step, seconds).solve(None)
+    found = [] if solution is None else [solution.kept]
+    cuts = _cuts(step, seconds, [keep_all(step), *found, *known])
+    return min(cuts, key=lambda cut: (cut.replay.peak_bytes, cut.seconds))
+
+
+def _cuts(step: JointStep, seconds: Sequence[float], kept: Iterable[frozenset[int]]) -> list[Cut]:
+    return [_cut(step, seconds, each) for each in dict.fromkeys(kept)]
 
 
 def _cut(step: JointStep, seconds: Sequence[float], kept: frozenset[int]) -> Cut:
     run = replay(step, kept)
     return Cut(kept=kept, seconds=sum(seconds[number] for number in run.again), replay=run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Solution:
+    """What a program keeps, and its own sum of bytes at each position."""
+
+    kept: frozenset[int]
+    sums_bytes: npt.NDArray[np.float64]
 
 
 class _Program:
@@ -109,40 +142,46 @@ class _Program:
         self.segment = _segments(step)
         self.makers = _relevant(step)
         self.storages = sorted({s for op in self.makers for s in step.ops[op].outputs})
-        self.positions, self.fixed_bytes, self.reads = _positions(step, self.segment)
+        self.position_of, self.fixed_bytes, self.reads = _positions(step, self.segment)
+        self.positions = len(self.fixed_bytes)
+        self.last_in_forward = _last_in_forward(step)
+        self.moments, passing = _moments(step, self.segment, self.last_in_forward)
+        self.fixed_bytes += passing
         self.seconds = seconds
         self._number()
+        self._low, self._matrix = self._constraints()
 
     def _number(self) -> None:
         """Columns: kept storages first, then each operator for each segment that it can be run again for."""
         self.keep = {storage: column for column, storage in enumerate(self.storages)}
         self.again: dict[tuple[int, int], int] = {}
-        self.reaches: dict[int, range] = {}
+        self.reaches: dict[int, list[int]] = {}
+        after_loss = max(_after_loss(self.step, self.segment) - 1, 0)
         for op in self.makers:
             if op in self.step.fixed:
                 continue
             first = self.segment[op]
-            self.reaches[op] = range(first, min(first + REACH, self.positions - 1) + 1)
+            near = range(first, min(first + REACH, self.positions - 1) + 1)
+            read = {self.reads[s][0] for s in self.step.ops[op].outputs if s in self.reads}
+            self.reaches[op] = sorted({*near, *(p for p in (*read, after_loss) if p > first)})
             for position in self.reaches[op]:
                 self.again[op, position] = len(self.keep) + len(self.again)
 
-    def solve(self, peak_bytes: int | None) -> frozenset[int] | None:
-        """What to keep, within ``peak_bytes`` by the program's own sum; of the lowest peak for None. None
-        where it finds nothing."""
+    def solve(self, room_bytes: npt.NDArray[np.float64] | None) -> _Solution | None:
+        """What to keep so that the sum at each position is within ``room_bytes``; of the least sum for None.
+        None where it finds nothing."""
         from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import coo_array
 
-        rows = _Rows()
-        self._add_needs(rows)
-        self._add_inputs(rows)
-        self._add_memory(rows, peak_bytes)
         width = len(self.keep) + len(self.again) + 1  # the last column is the peak, where it is sought
-        free = peak_bytes is None
-        matrix = coo_array((rows.values, (rows.rows, rows.columns)), shape=(len(rows.low), width)).tocsr()
+        fixed = np.array(self.fixed_bytes, dtype=float)
+        room = np.zeros(len(fixed)) if room_bytes is None else room_bytes
+        high = np.concatenate([np.full(len(self._low), np.inf), (room - fixed) / _MIB])
+        low = np.concatenate([self._low, np.full(len(fixed), -np.inf)])
+        most = np.append(np.ones(width - 1), np.inf if room_bytes is None else 0.0)
         result = milp(
-            self._costs(width, free),
-            constraints=LinearConstraint(matrix, rows.low, rows.high),
-            bounds=Bounds(0, np.append(np.ones(width - 1), np.inf if free else 0.0)),
+            self._costs(width, peak_is_free=room_bytes is None),
+            constraints=LinearConstraint(self._matrix, low, high),
+            bounds=Bounds(0, most),
             integrality=np.append(np.ones(width - 1), 0),
             options={
                 "mip_rel_gap": RELATIVE_GAP,
@@ -152,7 +191,38 @@ class _Program:
         )
         if result.x is None:
             return None
-        return frozenset(storage for storage, column in self.keep.items() if result.x[column] > 0.5)
+        chosen = np.append(np.rint(result.x[:-1]), 0.0)
+        sums = (self._matrix @ chosen)[len(self._low) :] * _MIB + fixed
+        kept = frozenset(storage for storage, column in self.keep.items() if chosen[column] > 0)
+        return _Solution(kept=kept, sums_bytes=sums)
+
+    def held(self, run: Replay) -> npt.NDArray[np.float64]:
+        """The most live bytes of a replay at each position of the backward, where what runs again counts
+        where it is needed, and in each segment of the forward."""
+        most = np.zeros(self.positions + len(self.moments))
+        at = self.positions - 1
+        turn = self.step.forward_count
+        for place in range(len(run.order) - 1, turn - 1, -1):
+            if run.order[place] >= turn:
+                at = self.position_of[run.order[place] - turn]
+            most[at] = max(most[at], run.live_bytes[place])
+        for place, segment in enumerate(self.segment):
+            at = self.positions + segment
+            most[at] = max(most[at], run.live_bytes[place])
+        return most
+
+    def _constraints(self) -> tuple[npt.NDArray[np.float64], Any]:
+        """Lower bounds of the rows of needs and inputs; those rows, and below them one for each position."""
+        from scipy.sparse import coo_array
+
+        rows = _Rows()
+        self._add_needs(rows)
+        self._add_inputs(rows)
+        low = np.array(rows.low)
+        self._add_memory(rows)
+        width = len(self.keep) + len(self.again) + 1
+        shape = (len(rows.low), width)
+        return low, coo_array((rows.values, (rows.rows, rows.columns)), shape=shape).tocsr()
 
     def _again(self, op: int, least: int = 0) -> list[int]:
         return [self.again[op, p] for p in self.reaches.get(op, ()) if p >= least]
@@ -161,9 +231,8 @@ class _Program:
         """What the backward reads is kept, or made again not later than it is first read."""
         for storage in self.step.needed:
             maker = self.step.born[storage]
-            first_read = self.reads[storage][0]
-            least = min(first_read, max(self.reaches.get(maker, (0,))))
-            rows.add([(self.keep[storage], 1.0), *((c, 1.0) for c in self._again(maker, least))], 1.0, np.inf)
+            again = self._again(maker, self.reads[storage][0])
+            rows.add([(self.keep[storage], 1.0), *((column, 1.0) for column in again)], 1.0)
 
     def _add_inputs(self, rows: _Rows) -> None:
         """An operator that runs again finds its inputs kept, or made again by then."""
@@ -173,17 +242,18 @@ class _Program:
                     continue
                 terms = [(self.keep[storage], 1.0), (column, -1.0)]
                 terms += [(c, 1.0) for c in self._again(self.step.born[storage], position)]
-                rows.add(terms, 0.0, np.inf)
+                rows.add(terms, 0.0)
 
-    def _add_memory(self, rows: _Rows, peak_bytes: int | None) -> None:
-        mib = 2.0**20
+    def _add_memory(self, rows: _Rows) -> None:
+        """What is held at each position beside its fixed bytes, in MiB, less the peak where it is sought:
+        first in the backward, then in the forward."""
         peak_column = len(self.keep) + len(self.again)
         for position in range(self.positions):
             terms = [(peak_column, -1.0)]
             for storage, column in self.keep.items():
                 size = self.step.sizes_bytes[storage]
                 if self._end(storage) <= position and self.segment[self.step.born[storage]] <= position:
-                    terms.append((column, size / mib))
+                    terms.append((column, size / _MIB))
             for (op, reach), column in self.again.items():
                 held = sum(
                     self.step.sizes_bytes[s]
@@ -191,8 +261,15 @@ class _Program:
                     if s in self.reads and self.reads[s][1] <= position <= reach
                 )
                 if held:
-                    terms.append((column, held / mib))
-            rows.add(terms, -np.inf, ((peak_bytes or 0) - self.fixed_bytes[position]) / mib)
+                    terms.append((column, held / _MIB))
+            rows.add(terms, -np.inf)
+        for moment in self.moments:
+            kept = [
+                (column, self.step.sizes_bytes[storage] / _MIB)
+                for storage, column in self.keep.items()
+                if self.step.born[storage] <= moment and self.last_in_forward[storage] < moment
+            ]
+            rows.add([(peak_column, -1.0), *kept], -np.inf)
 
     def _end(self, storage: int) -> int:
         """The position at which a kept storage is read last: by the backward, or by what runs again."""
@@ -210,7 +287,7 @@ class _Program:
                 read_by[storage].append(op)
         return read_by
 
-    def _costs(self, width: int, peak_is_free: bool) -> npt.NDArray[np.float64]:
+    def _costs(self, width: int, *, peak_is_free: bool) -> npt.NDArray[np.float64]:
         costs = np.zeros(width)
         if peak_is_free:
             costs[-1] = 1.0
@@ -226,22 +303,20 @@ class _Program:
 
 
 class _Rows:
-    """Sparse rows of a linear constraint."""
+    """Sparse rows of a linear constraint, each with its lower bound."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
         self.rows: list[int] = []
         self.columns: list[int] = []
         self.low: list[float] = []
-        self.high: list[float] = []
 
-    def add(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
+    def add(self, terms: Sequence[tuple[int, float]], low: float) -> None:
         for column, value in terms:
             self.rows.append(len(self.low))
             self.columns.append(column)
             self.values.append(value)
         self.low.append(low)
-        self.high.append(high)
 
 
 def _relevant(step: JointStep) -> list[int]:
@@ -257,15 +332,49 @@ def _relevant(step: JointStep) -> list[int]:
     return sorted(makers)
 
 
+def _after_loss(step: JointStep, segment: Sequence[int]) -> int:
+    """The latest position before which a tenth of all needed bytes is gone, as those of a loss over a
+    vocabulary: cheap chains over the whole forward may be run again there, so that nothing of them is held
+    at the turn."""
+    made = np.zeros(max(segment, default=0) + 1)
+    for storage in step.needed:
+        made[segment[step.born[storage]]] += step.sizes_bytes[storage]
+    gone = np.cumsum(made[::-1])[::-1]
+    return max((p for p in range(len(made)) if gone[p] >= EARLY_SHARE * made.sum()), default=0)
+
+
+def _last_in_forward(step: JointStep) -> dict[int, int]:
+    """The forward's last operator that makes or reads each storage."""
+    last: dict[int, int] = {}
+    for number, op in enumerate(step.ops[: step.forward_count]):
+        last.update(dict.fromkeys((*op.inputs, *op.outputs), number))
+    return last
+
+
+def _moments(step: JointStep, segment: Sequence[int], last: Mapping[int, int]) -> tuple[list[int], list[int]]:
+    """Of each segment of the forward the operator at which most bytes are there that no cut changes, and
+    those bytes: results still to be read in the forward, or given to its caller."""
+    count = step.forward_count
+    change = np.zeros(count + 1, np.int64)
+    for storage, end in last.items():
+        if step.is_forward(storage):
+            change[step.born[storage]] += step.sizes_bytes[storage]
+            change[(count - 1 if storage in step.outputs else end) + 1] -= step.sizes_bytes[storage]
+    passing = np.cumsum(change)[:count]
+    moments: dict[int, int] = {}
+    for number in range(count):
+        best = moments.setdefault(segment[number], number)
+        if passing[number] > passing[best]:
+            moments[segment[number]] = number
+    return list(moments.values()), [int(passing[number]) for number in moments.values()]
+
+
 def _segments(step: JointStep) -> list[int]:
     """For each operator of the forward its segment: about equal in needed bytes, cut where few bytes
     cross."""
     count = step.forward_count
     change = np.zeros(count + 1, np.int64)
-    last: dict[int, int] = {}
-    for number, op in enumerate(step.ops[:count]):
-        last.update(dict.fromkeys((*op.inputs, *op.outputs), number))
-    for storage, end in last.items():
+    for storage, end in _last_in_forward(step).items():
         if step.is_forward(storage):
             change[step.born[storage]] += step.sizes_bytes[storage]
             change[end] -= step.sizes_bytes[storage]
@@ -289,9 +398,11 @@ def _segments(step: JointStep) -> list[int]:
     return [int(number) for number in np.searchsorted(cuts, np.arange(count))]
 
 
-def _positions(step: JointStep, segment: Sequence[int]) -> tuple[int, list[int], dict[int, tuple[int, int]]]:
-    """The backward in positions, one for each segment: how many, what else each holds at most, and where the
-    backward reads each needed storage first and last.
+def _positions(
+    step: JointStep, segment: Sequence[int]
+) -> tuple[list[int], list[int], dict[int, tuple[int, int]]]:
+    """The backward in positions, one for each segment: that of each of its operators, what else each position
+    holds at most, and where the backward reads each needed storage first and last.
 
     The backward goes through the segments in reverse: the positions are the non-increasing numbers nearest
     to the latest segment that each operator reads of (some read a mask from far before, some add up late).
@@ -318,7 +429,7 @@ def _positions(step: JointStep, segment: Sequence[int]) -> tuple[int, list[int],
     fixed = [0] * count
     for place, value in enumerate(other):
         fixed[position[place]] = max(fixed[position[place]], int(value))
-    return count, fixed, uses
+    return position, fixed, uses
 
 
 def _non_increasing(wanted: Sequence[int], start: int) -> list[int]:
