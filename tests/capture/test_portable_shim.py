@@ -52,6 +52,7 @@ def test_every_autocast_operator_of_pytorch_is_known() -> None:
         | cuda_autocast.PROMOTED
         | cuda_autocast.DTYPE_GIVEN
         | cuda_autocast.DTYPE_APPENDED.keys()
+        | cuda_autocast.HALF
         | cuda_autocast.REFUSED
     )
     assert named <= set(autocast_operators())
@@ -195,10 +196,21 @@ def test_steps_of_a_scaled_loss_are_taken(shim: Shim) -> None:
     assert optimizer.state
 
 
-def test_recurrent_networks_run_and_are_named_as_approximate(shim: Shim) -> None:
-    out, _ = torch.nn.LSTM(8, 8, batch_first=True, device="meta")(meta(2, 5, 8))
-    assert out.shape == (2, 5, 8)
-    assert any("cell by cell" in what for what in shim.met)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_networks_run_as_one_kernel(shim: Shim, kind: str) -> None:
+    net = getattr(torch.nn, kind)(8, 6, num_layers=2, batch_first=True, bidirectional=True, device="meta")
+    x = meta(2, 5, 8, grad=True)
+    out, _ = net(x)
+    assert (out.shape, out.stride(), node(out)) == ((2, 5, 12), (12, 24, 1), "CudnnRnnBackward0")
+    out.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    weights = [parameter.grad for parameter in net.parameters()]
+    assert len({weight.untyped_storage()._cdata for weight in weights}) == 1  # parts of one buffer
+    with torch.autocast("cuda", torch.bfloat16):
+        assert net(x)[0].dtype is torch.float16  # as cuDNN has it, whatever autocast's own type is
+    assert not shim.met
+    net(torch.nn.utils.rnn.PackedSequence(meta(8, 8), torch.tensor([2, 2, 2, 1, 1])))
+    assert any("packed sequences" in what for what in shim.met)
 
 
 def test_nothing_is_left_behind() -> None:

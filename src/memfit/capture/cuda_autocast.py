@@ -43,6 +43,8 @@ DTYPE_GIVEN = frozenset(
 )
 """Operators with a ``dtype`` argument: it is set to float32 unless the caller has set it."""
 DTYPE_APPENDED = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+HALF = frozenset({"_cudnn_rnn"})
+"""Operators that run in float16 whatever autocast's own dtype is."""
 REFUSED = frozenset({"binary_cross_entropy"})
 """Every other operator that PyTorch has an autocast kernel for runs in float32."""
 
@@ -136,8 +138,8 @@ def _kernel(name: str, state: AutocastState) -> Callable[..., Any]:
     op = _overload(name)
     if name in REFUSED:
         return _refuse
-    if name in LOWER_PRECISION:
-        return _casting(op, state, lambda arguments: state.dtype)
+    if name in LOWER_PRECISION | HALF:
+        return _casting(op, state, lambda arguments: torch.float16 if name in HALF else state.dtype)
     if name in PROMOTED:
         return _casting(op, state, functools.partial(_widest, state))
     if name in DTYPE_GIVEN:

@@ -19,6 +19,7 @@ import torch.fx.experimental._config
 
 from memfit.capture.cuda_attention import attention
 from memfit.capture.cuda_autocast import cuda_autocast
+from memfit.capture.cuda_recurrent import backward, forward, recurrent
 
 aten = torch.ops.aten
 
@@ -79,7 +80,8 @@ def _register(library: torch.library.Library, shim: Shim) -> None:
         "equal": _read_equal(shim),
         "is_nonzero": _read_truth(shim),
     }
-    for name, kernel in {**reads, "_grouped_mm": _grouped_mm}.items():
+    kernels = {"_grouped_mm": _grouped_mm, "_cudnn_rnn": forward, "_cudnn_rnn_backward": backward}
+    for name, kernel in {**reads, **kernels}.items():
         registry.impl(name, "Meta", kernel, False)
 
 
@@ -259,16 +261,8 @@ def _replacements(shim: Shim) -> Iterator[tuple[Any, str, Any]]:
             yield module, "_get_fused_kernels_supported_devices", lambda: [*fused(), "meta"]
     yield torch.amp.GradScaler, "_maybe_opt_step", _step_as_if_finite
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        yield torch._VF, name, _noted(getattr(torch._VF, name), shim)
+        yield torch._VF, name, recurrent(name, getattr(torch._VF, name), shim.approximate)
     yield torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True
-
-
-def _noted(recurrent: Callable[..., Any], shim: Shim) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        shim.approximate("recurrent networks run cell by cell here, and in one cuDNN kernel on a GPU")
-        return recurrent(*args, **kwargs)
-
-    return run
 
 
 def _step_as_if_finite(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.cuda_recurrent import backward_steps, dropout_state_bytes, forward_steps
 from memfit.core.devices import GPU
 
 aten = torch.ops.aten
@@ -58,6 +59,7 @@ class Temporaries:
         self._gpu = gpu
         self._workspaces: set[bool] = set()  # of the thread that calls backward(), and of autograd's own
         self._convolutions = 0
+        self._has_dropout_state = False
 
     def steps(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Iterator[Step]:
         """What this call takes and gives back, in order, and when it makes its results."""
@@ -70,8 +72,13 @@ class Temporaries:
             yield RESULTS
         yield from rule(self._gpu, args, kwargs, out)
 
-    def workspace_bytes(self, func: Any, out: Any) -> int:
-        """What the library keeps for the thread from this call on; 0 except for its first matrix product."""
+    def workspace_bytes(self, func: Any, args: Sequence[Any], out: Any) -> int:
+        """What the library keeps from this call on; 0 except for a thread's first matrix product and for the
+        first recurrent network with dropout."""
+        if func._overloadpacket is aten._cudnn_rnn and not self._has_dropout_state:
+            size_bytes = dropout_state_bytes(self._gpu, args)
+            self._has_dropout_state = size_bytes > 0
+            return size_bytes
         if func._overloadpacket is aten.convolution and _on_meta(out):
             self._convolutions += 1
         in_autograd_thread = torch._C._current_graph_task_id() != -1
@@ -302,7 +309,11 @@ _RULES: Mapping[Any, Rule] = {
     aten.embedding: _embedding,
     aten.embedding_dense_backward: _embedding_backward,
     aten.cumsum: _cumulative_sum,
+    aten._cudnn_rnn: forward_steps,
+    aten._cudnn_rnn_backward: backward_steps,
 }
 """Buffers by operator; the others were seen to take none, or some kilobytes."""
-_RESULTS_WITHIN = frozenset({aten.embedding, aten.embedding_dense_backward})
+_RESULTS_WITHIN = frozenset(
+    {aten.embedding, aten.embedding_dense_backward, aten._cudnn_rnn, aten._cudnn_rnn_backward}
+)
 """Operators whose rule says when the results are made; those of the others are made first."""

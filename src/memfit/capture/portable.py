@@ -73,7 +73,7 @@ class SimulatedMemory(TorchDispatchMode):
             func = torch.ops.aten.add_.Tensor
         out = func(*args, **kwargs)
         self._run_steps(func, args, kwargs, out)
-        if workspace_bytes := self.temporaries.workspace_bytes(func, out):
+        if workspace_bytes := self.temporaries.workspace_bytes(func, args, out):
             self._malloc(workspace_bytes)
         return out
 
