@@ -143,7 +143,7 @@ def main() -> None:
             for name in arguments.names:
                 try:
                     dry, portable = both(worker, WORKLOADS[name], gpu)
-                except (MemfitError, RuntimeError) as problem:
+                except (MemfitError, RuntimeError, ValueError) as problem:
                     print(f"| {name} | {key} | {problem} | | | | | |", flush=True)
                     continue
                 print(row(name, gpu, dry, portable), flush=True)
