@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memfit.core.standard_output import standard_output_aside
 from memfit.techniques.joint_replay import JointStep, Replay, replay
 
 SEGMENTS = 48
@@ -178,17 +179,19 @@ class _Program:
         high = np.concatenate([np.full(len(self._low), np.inf), (room - fixed) / _MIB])
         low = np.concatenate([self._low, np.full(len(fixed), -np.inf)])
         most = np.append(np.ones(width - 1), np.inf if room_bytes is None else 0.0)
-        result = milp(
-            self._costs(width, peak_is_free=room_bytes is None),
-            constraints=LinearConstraint(self._matrix, low, high),
-            bounds=Bounds(0, most),
-            integrality=np.append(np.ones(width - 1), 0),
-            options={
-                "mip_rel_gap": RELATIVE_GAP,
-                "node_limit": MOST_NODES,
-                "time_limit": TIME_LIMIT_SECONDS,
-            },
-        )
+        options = {
+            "mip_rel_gap": RELATIVE_GAP,
+            "node_limit": MOST_NODES,
+            "time_limit": TIME_LIMIT_SECONDS,
+        }
+        with standard_output_aside():  # some paths of HiGHS print a line whatever they are told
+            result = milp(
+                self._costs(width, peak_is_free=room_bytes is None),
+                constraints=LinearConstraint(self._matrix, low, high),
+                bounds=Bounds(0, most),
+                integrality=np.append(np.ones(width - 1), 0),
+                options=options,
+            )
         if result.x is None:
             return None
         chosen = np.append(np.rint(result.x[:-1]), 0.0)
