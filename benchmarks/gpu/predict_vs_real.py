@@ -3,7 +3,7 @@
     python benchmarks/gpu/predict_vs_real.py [--json FILE] [--only NAME …] [--stand-in]
 
 Ten small workloads run on the GPU and on a made-up one of the same model, both under PyTorch's own memory history. The
-table says how many allocations and frees were the same in the same order, which ones only one side has, and the three
+table says how many allocations were the same in the same order, which allocations and frees only one side has, and the
 peaks. About five minutes. ``--stand-in`` tries the script itself where there is no GPU: both sides are made up, and
 nothing is measured. The exit code is 6 where there is no GPU.
 """
@@ -51,15 +51,16 @@ class Comparison:
 
     Args:
         name: of the workload.
-        events: of the real side.
+        allocations: of the real side.
         same: of them, those that the dry run has in the same order.
-        only_real, only_dry: signed sizes that one side has, with how often.
+        only_real, only_dry: sizes that one side has, with how often; those of frees are below zero. The order of
+            frees is not compared: autocast forgets its copies in an order that no two runs share.
         real_peaks, dry_peaks: bytes, by `PEAKS`.
         torch: version of the real side.
     """
 
     name: str
-    events: int
+    allocations: int
     same: int
     only_real: Mapping[int, int]
     only_dry: Mapping[int, int]
@@ -70,12 +71,13 @@ class Comparison:
 
 def compare(name: str, real: Mapping[str, Any], dry: Mapping[str, Any]) -> Comparison:
     """What both sides' files say of one workload."""
-    blocks = difflib.SequenceMatcher(
-        None, real["events"], dry["events"], autojunk=False
-    ).get_matching_blocks()
+    taken = {
+        side: [size for size in told["events"] if size > 0] for side, told in (("real", real), ("dry", dry))
+    }
+    blocks = difflib.SequenceMatcher(None, taken["real"], taken["dry"], autojunk=False).get_matching_blocks()
     return Comparison(
         name=name,
-        events=len(real["events"]),
+        allocations=len(taken["real"]),
         same=sum(block.size for block in blocks),
         only_real=dict(Counter(real["events"]) - Counter(dry["events"])),
         only_dry=dict(Counter(dry["events"]) - Counter(real["events"])),
@@ -98,12 +100,12 @@ def run_both(name: str, gpu: GPU, stand_in: bool) -> Comparison:
 
 def table(found: Sequence[Comparison]) -> Iterator[str]:
     """Markdown, one line per workload."""
-    yield "| workload | events | same, in order | only on the GPU | only in the dry run | requested | reserved |"
+    yield "| workload | allocations | same, in order | only on the GPU | only in the dry run | requested | reserved |"
     yield "|---|---|---|---|---|---|---|"
     for one in found:
         peaks = (_beside(one, peak) for peak in ("requested", "reserved"))
         only = (_sizes(one.only_real), _sizes(one.only_dry))
-        yield f"| {' | '.join([one.name, str(one.events), str(one.same), *only, *peaks])} |"
+        yield f"| {' | '.join([one.name, str(one.allocations), str(one.same), *only, *peaks])} |"
 
 
 def _beside(one: Comparison, peak: str) -> str:
