@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 
 OPTIONS_PER_BLOCK = 12
 MOST_MIXES = 10
-LOCAL_STEPS = 10
+LOCAL_STEPS = 8
 FRONT_POINTS = 4
 """Plans for other budgets that are run for the picture of the time-memory front."""
 
@@ -214,7 +214,7 @@ class Explorer:
         if not any(map(self._fits, tried)) and best == float("inf"):
             tried.append(drops.least())
         if case.lever.is_none:
-            drops.sweep(FRONT_POINTS)
+            drops.sweep(FRONT_POINTS // 2)
         fastest = min(filter(self._fits, tried), key=by_seconds, default=None)
         if fastest is not None and fastest.seconds < best:
             tried += drops.improve(fastest, self.local_steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,8 @@ ORDINALS = "Numbers count the operators of that kind in the order in which the b
 
 def mentions_ordinals(techniques: Sequence[Settings]) -> bool:
     """Whether the rows of this plan name operators by number, as in "linear 4"."""
-    blocks = [settings.get("blocks") or {} for settings in techniques]
+    checkpointed = [s for s in techniques if s["technique"] == "gradient_checkpointing"]
+    blocks = [settings.get("blocks") or {} for settings in checkpointed]
     return any(":" in name for saves in blocks for saved in saves.values() for name in saved)
 
 
@@ -113,6 +115,29 @@ def _group(names: Sequence[str], saved: Sequence[str]) -> PlanRow:
         keeps=keeps,
         recomputes="everything else" if saved else "the whole block",
     )
+
+
+_MOST_KINDS = 5
+
+
+def _rematerialization(settings: Settings) -> list[PlanRow]:
+    """One row: what is kept differs from block to block; the kinds of operators tell most of it."""
+    blocks: Mapping[str, Sequence[str]] | None = settings.get("blocks")
+    if blocks is None:
+        return [
+            PlanRow(where="every block", keeps="linear layers, attention, convolutions", recomputes=_REST)
+        ]
+    kinds = Counter(name.partition(":")[0].strip("_") for kept in blocks.values() for name in kept)
+    shown = [f"{number} {kind.replace('_', ' ')}" for kind, number in kinds.most_common(_MOST_KINDS)]
+    more = sum(kinds.values()) - sum(number for _, number in kinds.most_common(_MOST_KINDS))
+    names = [name for name in blocks if name]
+    where = f"{block_ranges(names)} ({count(len(names), 'block')})" if names else "the model"
+    rest = f" and {more} other" if more else ""
+    keeps = f"the results of {', '.join(shown)}{rest} operators" if shown else "nothing"
+    return [PlanRow(where=where, keeps=keeps, recomputes=_REST)]
+
+
+_REST = "each other result, when the backward pass asks for it"
 
 
 def _every_kth(settings: Settings) -> PlanRow:
@@ -299,6 +324,7 @@ def _unknown(settings: Settings) -> list[PlanRow]:
 
 _DESCRIBE: Mapping[str, Callable[[Settings], list[PlanRow]]] = {
     "gradient_checkpointing": _checkpointing,
+    "rematerialization": _rematerialization,
     "chunked_cross_entropy": _chunked_loss,
     "micro_batching": _micro_batching,
     "optimizer_implementation": _optimizer,

@@ -1,0 +1,115 @@
+"""The choice operator by operator against all choices of small steps, played one by one, and run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.capture import capture_step
+from memfit.core.workload import Workload
+from memfit.planning import drops
+from memfit.planning.bound import lower_bound
+from memfit.planning.drop_search import first_round
+from memfit.planning.drops import DropProgram, Drops
+from memfit.techniques import Rematerialization
+from memfit.techniques.recomputed_steps import RecomputedStep
+
+WIDE = 4096
+
+
+class Residual(nn.Module):
+    """Products, a norm and pointwise operators of unlike sizes and costs."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, inner), nn.Linear(inner, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 3, 3, padding=1)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu_(self.norm(self.convolution(x.unsqueeze(1))))
+        return x + y.mean(1)
+
+
+def _model(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    last = Convolved() if kind == "convolved" else Residual(96)
+    return nn.Sequential(Residual(64), last)
+
+
+def _workload(kind: str, technique: Rematerialization | None = None) -> Workload:
+    return Workload(
+        name=kind,
+        model=lambda: _model(kind) if technique is None else technique.apply(_model(kind)),
+        batch=lambda: torch.randn(WIDE, 32),
+        loss=lambda model, batch: model(batch).square().mean(),
+    )
+
+
+@pytest.fixture(scope="module", params=["residual", "convolved"])
+def program(request: pytest.FixtureRequest) -> DropProgram:
+    graph = capture_step(_workload(request.param), device="cpu")
+    costs = [float(op.flops + op.bytes_moved) for op in graph.ops]
+    return DropProgram(RecomputedStep(graph, ("0", "1", "")), costs)
+
+
+@pytest.fixture(scope="module")
+def every_choice(program: DropProgram) -> list[Drops]:
+    makers = program.makers
+    assert len(makers) <= 12
+    chosen = itertools.product((False, True), repeat=len(makers))
+    return [program.play(frozenset(itertools.compress(makers, kept))) for kept in chosen]
+
+
+@pytest.mark.parametrize("share", [0.95, 0.85, 0.75, 0.65])
+def test_it_finds_the_cheapest_choice(program: DropProgram, every_choice: list[Drops], share: float) -> None:
+    budget = int(program.step.graph.peak_bytes * share)
+    fitting = [choice.seconds for choice in every_choice if choice.peak_bytes <= budget]
+    found = program.solve(budget)
+    if not fitting:
+        assert found is None or found.peak_bytes > budget
+        return
+    assert found is not None
+    assert found.peak_bytes <= budget
+    assert found.seconds <= min(fitting) * (1 + 2 * drops.RELATIVE_GAP) + 1e-9
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
+def test_no_choice_is_below_the_bound(program: DropProgram, every_choice: list[Drops], share: float) -> None:
+    graph = program.step.graph
+    budget = int(graph.peak_bytes * share)
+    least = min((c.seconds for c in every_choice if c.peak_bytes <= budget), default=float("inf"))
+    bound = lower_bound(graph, program.seconds, budget)
+    assert not bound.feasible or bound.cost <= least + 1e-6
+
+
+def test_the_choice_runs_as_it_is_played(program: DropProgram) -> None:
+    found = program.solve(int(program.step.graph.peak_bytes * 0.8))
+    assert found is not None
+    technique = Rematerialization(blocks=program.keeps(found.kept))
+    real = capture_step(_workload(program.step.graph.name, technique), device="cpu")
+    assert real.peak_bytes == found.peak_bytes
+    again = [op.name for op in real.ops if op.phase == "recompute" and not op.is_view]
+    assert sorted(again) == sorted(program.step.graph.ops[op].name for op in found.played.run_again)
+
+
+def test_a_micro_batch_is_the_first_round_of_a_step() -> None:
+    workload = _workload("residual")
+    whole, cut = (capture_step(workload, device="cpu", micro_batches=n) for n in (1, 2))
+    one = first_round(cut)
+    assert first_round(whole) is whole
+    in_blocks = [[op.name for op in g.ops if op.phase == "forward" and op.module] for g in (one, whole)]
+    assert in_blocks[0] == in_blocks[1]
+    assert one.peak_bytes < whole.peak_bytes
