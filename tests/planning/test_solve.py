@@ -84,10 +84,10 @@ def test_equal_blocks_keep_less_first() -> None:
 
 def test_the_solver_leaves_standard_output_alone(capfd: pytest.CaptureFixture[str]) -> None:
     """Its C code prints what it likes; what we print before and after stays in order."""
-    from memfit.planning import highs
+    from memfit.core.standard_output import standard_output_aside
 
     print("before")
-    with highs._standard_output_aside():
+    with standard_output_aside():
         ctypes.CDLL(None).puts(b"chatter")
     print("after")
     assert capfd.readouterr().out.split() == ["before", "after"]
