@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -51,3 +53,8 @@ def attention() -> Workload:
         batch=lambda: torch.randn(4, 8, 16),
         loss=lambda model, batch: model(batch).square().mean(),
     )
+
+
+def activations() -> Workload:
+    """As `feed`, with so many samples that what blocks keep is most of the memory."""
+    return replace(feed(), name="activations", batch=lambda: torch.randn(128, 64, WIDTH))

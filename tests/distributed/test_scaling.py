@@ -80,6 +80,23 @@ def test_tensor_parallel_that_computes_something_else_is_refuted() -> None:
     assert both.passed and both.ranks_agree and both.max_relative_error is not None
 
 
+@pytest.mark.slow
+@pytest.mark.dryrun
+def test_plans_are_sought_where_the_plain_step_does_not_fit_and_caches_are_given_back() -> None:
+    settings: dict[str, Any] = {"gpu": "a100-80gb", "strategies": ["fsdp2"], "verify": False}
+    one = scale(f"{FILE}:activations", gpus=[1], budget="600MiB", **settings)
+    plain, full, planned = one.cases
+    assert (plain.fits, full.fits, planned.fits) == (False, True, True)
+    assert planned.compute_seconds is not None and full.compute_seconds is not None
+    assert planned.compute_seconds <= full.compute_seconds and planned.peak_reserved_bytes <= 600 << 20
+    assert one.one_gpu in ("full", "planned") and one.plan is not None
+    two = scale(f"{FILE}:activations", gpus=[1, 2], budget="350MiB", **settings)
+    cases = {(case.gpus, case.plan): case for case in two.cases}
+    assert "no plan" in str(cases[1, "planned"].problem) and two.one_gpu is None and two.least_gpus == 2
+    tight = cases[2, "plain"]
+    assert tight.fits and tight.tight and tight.peak_reserved_bytes <= 350 << 20
+
+
 # ------------------------------------------------------------------------------------ the answer
 
 
