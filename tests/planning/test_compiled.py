@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 from imitation import MIB, Imitation, gpu
 
+from memfit.capture.costs import op_class
+from memfit.capture.graph import Op
 from memfit.core.errors import CannotRunHere
 from memfit.core.exactness import Exactness
 from memfit.planning.bench import Bench, Peaks, Try
 from memfit.planning.compiled import CompiledExplorer
 from memfit.planning.fit import fit
+from memfit.planning.fused_seconds import fused_seconds, unfused_seconds
 from memfit.planning.schedules import NO_LEVER
 from memfit.planning.search import Search
+from memfit.techniques.joint_replay import BEFORE, JointStep, replay
 
 WHOLE = 100 * MIB
 BUDGETS = {
@@ -129,6 +133,24 @@ def _without_compiling(budget_bytes: int) -> list[Any]:
     Search(oracle=oracle, gpu=gpu(), budget_bytes=budget_bytes).run()
     assert not any(s["technique"] == "compiled_partition" for techniques in oracle.asked for s in techniques)
     return oracle.asked
+
+
+def test_a_group_of_fused_operators_reads_and_writes_what_leaves_it() -> None:
+    """Two pointwise operators, a product, and a pointwise one that reads across it: two groups."""
+    size = 64 * MIB
+    names = ("aten.relu.default", "aten.exp.default", "aten.mm.default", "aten.mul.Tensor")
+    reads = ((0,), (1,), (2,), (1, 3))
+    ops = tuple(
+        Op(index=n, name=name, inputs=reads[n], outputs=(n + 1,), bytes_moved=size * (len(reads[n]) + 1))
+        for n, name in enumerate(names)
+    )
+    step = JointStep(ops=ops, sizes_bytes=(size,) * 5, born=(BEFORE, 0, 1, 2, 3), outputs=frozenset({4}))
+    bandwidth = gpu().bandwidth_bytes_per_second * 0.8
+    product = 2 * size / (gpu().bandwidth_bytes_per_second * op_class("aten.mm.default").bandwidth_share)
+    # The first group reads 0 and writes 1 (for the last operator) and 2; the second reads 1 and 3, writes 4.
+    expected = (3 * size + 3 * size) / bandwidth + product
+    assert fused_seconds(step, replay(step, ()), gpu()) == pytest.approx(expected)
+    assert unfused_seconds(step, replay(step, ()), gpu()) > expected
 
 
 @pytest.mark.slow
