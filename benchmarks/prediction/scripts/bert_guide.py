@@ -3,19 +3,42 @@
     bert_guide.py BATCH ACCUMULATED checkpoint|keep fp16|fp32 adamw|adafactor|adam8bit
 
 ``bert_guide.py nothing`` and ``bert_guide.py weights`` stop before training. Attention is written out, as the
-transformers of 2022 had it.
+transformers of 2022 had it, and softmax keeps its input for backward, as PyTorch did before 1.11.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from reading import DEVICE
+from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification
 
 STEPS, TOKENS = 3, 512
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+
+
+class OldSoftmax(torch.autograd.Function):
+    """Softmax whose backward is given the input too; it looked at its dtype only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
+        result = torch._softmax(x, dim, False)
+        ctx.save_for_backward(x, result)
+        ctx.dim = dim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, result = ctx.saved_tensors
+        return torch._softmax_backward_data(gradients[0], result, ctx.dim, x.dtype), None
+
+
+def old_softmax(x: torch.Tensor, dim: int, **_options: Any) -> torch.Tensor:
+    """In fp32 under autocast, as softmax is."""
+    return OldSoftmax.apply(x.float() if torch.is_autocast_enabled("cuda") else x, dim)
 
 
 def main() -> None:
@@ -23,6 +46,7 @@ def main() -> None:
     if sys.argv[1] == "nothing":
         torch.ones((1, 1)).to(DEVICE)
         return
+    functional.softmax = old_softmax
     config = BertConfig(vocab_size=30522, **LARGE)
     config._attn_implementation = "eager"
     model = BertForSequenceClassification(config).to(DEVICE)

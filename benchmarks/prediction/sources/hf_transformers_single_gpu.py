@@ -36,7 +36,6 @@ def _case(row: Mapping[str, Any], context: int) -> Case:
         counter="device",
         above="context",
         measured_above_bytes=context,
-        note=_note(row),
         resolution_bytes=MIB,
     )
 
@@ -46,16 +45,6 @@ def _words(row: Mapping[str, Any]) -> tuple[str, ...]:
     checkpoint = "checkpoint" if row["checkpointing"] else "keep"
     precision = "fp16" if row["fp16_amp"] else "fp32"
     return str(row["batch"]), str(row["grad_accum"]), checkpoint, precision, optimizer
-
-
-def _note(row: Mapping[str, Any]) -> str:
-    """Rows that keep activations are low by what PyTorch and transformers of 2022 kept beside; the others are not."""
-    if "optimizer" not in row or row["checkpointing"]:
-        return ""
-    return (
-        "the versions of 2022 kept more for backward: 60 MiB a layer at batch 4 in fp32, 80 MiB in "
-        "fp16 (the checkpointed rows, which keep none of it, are within 2 %)"
-    )
 
 
 SOURCE = Source(
