@@ -161,7 +161,7 @@ def test_a_compiled_plan_from_end_to_end(tmp_path: Path) -> None:
     script.write_text(WORKLOAD, encoding="utf-8")
     spec = f"{script}:workload"
     plain = fit(spec, gpu="a100-80gb", budget="40GiB", verify=False).plain
-    budget = int(plain.peak_reserved_bytes * 0.85)
+    budget = int(plain.peak_allocated_bytes * 0.85)
     result = fit(spec, gpu="a100-80gb", budget=budget, compiled=True)
     assert result.fits
     assert result.exactness == "exact"

@@ -24,7 +24,7 @@ from memfit.capture.workloads import from_reference
 from memfit.core.devices import GPU
 from memfit.core.errors import MemfitError, ToolFailure, UsageError
 from memfit.dryrun.interception import resume
-from memfit.planning.evaluate_compiled import compiled, is_compiled
+from memfit.planning.evaluate_compiled import compiled, is_compiled, is_fused
 from memfit.planning.figures import Settings
 from memfit.planning.fork import in_fork
 from memfit.planning.plan import apply_settings, micro_batch_count, parameter_shapes, sample_count
@@ -98,7 +98,8 @@ class Session:
     def _peaks(self, techniques: Sequence[Settings]) -> dict[str, int]:
         with self._started(techniques):
             if is_compiled(techniques):
-                gc.collect()  # a first compiled step leaves reference cycles that hold tensors,
+                gc.collect()  # a first compiled step leaves reference cycles that hold tensors
+            if is_fused(techniques):
                 torch.cuda.empty_cache()  # and the compiler's own trials what they were tried on
             torch.cuda.reset_peak_memory_stats()
             self._step.run()
@@ -145,7 +146,8 @@ def final(
         step = build_step(from_reference(workload), device=device, seed=seed)
         with applied(step, techniques):
             if costs_of is not None:  # a tracker would run it operator by operator
-                result = measure_step(step, gpu=gpu, steps=STEPS, empty_cache=True)
+                emptied = is_fused(techniques)
+                result = measure_step(step, gpu=gpu, steps=STEPS, empty_cache=emptied)
                 result |= costs_of(result, gpu)
             else:
                 result = measure_step(

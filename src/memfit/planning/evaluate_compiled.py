@@ -120,19 +120,26 @@ def is_compiled(techniques: Sequence[Settings]) -> bool:
     return any(settings["technique"] == CompiledPartition.name for settings in techniques)
 
 
+def is_fused(techniques: Sequence[Settings]) -> bool:
+    """Whether one of them compiles the model to fused code, whose kernels the compiler tries out first."""
+    return any(
+        settings["technique"] == CompiledPartition.name and settings.get("backend", "inductor") == "inductor"
+        for settings in techniques
+    )
+
+
 @contextmanager
 def compiled(
     techniques: Sequence[Settings],
 ) -> Iterator[Callable[[dict[str, Any], GPU], dict[str, Any]] | None]:
     """For as long as a step with ``techniques`` is built and run: what corrects its costs where they
     compile it, else None."""
-    settings = next((s for s in techniques if s["technique"] == CompiledPartition.name), None)
-    if settings is None:
+    if not is_compiled(techniques):
         yield None
         return
-    technique = CompiledPartition.from_settings(settings)
+    fused = is_fused(techniques)
     with observed_partitions() as observation:
-        yield lambda costs, gpu: _costs(costs, observation.graphs, gpu, fused=technique.backend == "inductor")
+        yield lambda costs, gpu: _costs(costs, observation.graphs, gpu, fused=fused)
 
 
 def _costs(plain: dict[str, Any], graphs: Sequence[Partitioned], gpu: GPU, *, fused: bool) -> dict[str, Any]:
