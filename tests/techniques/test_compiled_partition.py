@@ -66,7 +66,8 @@ def test_a_cut_is_replayed_as_it_would_run() -> None:
 
 def test_what_cannot_run_again_is_kept() -> None:
     step = chain([10, 20, 30], fixed=frozenset({1}))
-    assert step.pinned == {2}
+    assert step.drawn_again(frozenset({1})) == {2}
+    assert step.drawn_again(frozenset({2})) == frozenset()
     with pytest.raises(ValueError, match="cannot be run again"):
         replay(step, {1, 3})
     assert least(step, [1.0] * 6).kept >= {2}

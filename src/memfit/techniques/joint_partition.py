@@ -144,7 +144,7 @@ def _kept_by(
     anew."""
     nodes = list(own(graph, info, budget))
     kept = read.storages_of(nodes)
-    missing = read.step.pinned - kept
+    missing = read.step.drawn_again(kept)
     return kept | missing, [*nodes, *_saved_nodes(read, missing, info)] if missing else nodes
 
 

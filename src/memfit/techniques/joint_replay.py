@@ -58,22 +58,23 @@ class JointStep:
             if 0 <= self.born[storage] < self.forward_count
         )
 
-    @cached_property
-    def pinned(self) -> frozenset[int]:
-        """Needed storages that can only be kept, as what makes them cannot run again."""
-        closure: set[int] = set()
-        waiting = sorted(self.needed)
+    def drawn_again(self, kept: frozenset[int]) -> frozenset[int]:
+        """Storages that a cut which keeps ``kept`` would have to make again though their operators cannot run
+        again: they must be kept too."""
+        missing: set[int] = set()
+        waiting = sorted(self.needed - kept)
         seen = set(waiting)
         while waiting:
             storage = waiting.pop()
             maker = self.born[storage]
             if maker in self.fixed:
-                closure.add(storage)
+                missing.add(storage)
                 continue
-            fresh = [s for s in self.ops[maker].inputs if self.is_forward(s) and s not in seen]
+            inputs = self.ops[maker].inputs
+            fresh = [s for s in inputs if self.is_forward(s) and s not in kept and s not in seen]
             seen.update(fresh)
             waiting.extend(fresh)
-        return frozenset(closure)
+        return frozenset(missing)
 
     def is_forward(self, storage: int) -> bool:
         """Whether the forward makes it."""
