@@ -26,13 +26,13 @@ HEADS: tuple[tuple[str, bool], ...] = (
     ("reserves", True),
     ("GPU memory", True),
     ("fits", False),
-    ("computes", True),
+    ("compute", True),
     ("sends", True),
 )
 """Columns of the table, and whether each holds numbers."""
 ROWS_NOTE = (
     "Per GPU, of the rank that needs most. Batch: its samples. Reserves: PyTorch's segments; GPU memory: "
-    "with CUDA context and NCCL. Computes: the operators of a step, predicted; sends: what its collectives "
+    "with CUDA context and NCCL. Compute: the operators of a step, predicted; sends: what its collectives "
     "send, counted. Checkpointed: every block."
 )
 
@@ -42,12 +42,20 @@ def headline(result: ScaleResult) -> str:
     best, gpu, total = result.best, result.gpu, format_bytes(result.nvml_total_bytes)
     if best is None:
         lean = result.leanest
-        least = f"; the leanest, {lean.title} on {_gpus(lean.gpus)}, takes {_memory(lean)}" if lean else ""
+        least = f"; {_leanest(lean)}" if lean is not None else ""
         return f"Nothing fits on up to {_gpus(max(c.gpus for c in result.cases))}{least}."
     if best.gpus == 1:
         how = {"plain": "as it is", "full": "with full checkpointing", "planned": "with memfit's plan"}
         return f"One {gpu} is enough, {how[best.plan]}: {_memory(best)} of {total}."
     return f"At least {_gpus(best.gpus)} ({gpu}): {best.title}, {_memory(best)} of {total} each."
+
+
+def _leanest(case: ScaleCase) -> str:
+    where = "" if case.gpus == 1 else f" on {_gpus(case.gpus)}"
+    return (
+        f"the leanest, {case.title}{where}, reserves {format_bytes(case.peak_reserved_bytes)} where "
+        f"{format_bytes(case.limit_bytes)} may be"
+    )
 
 
 def _gpus(count: int) -> str:
@@ -59,15 +67,16 @@ def _memory(case: ScaleCase) -> str:
 
 
 def heads(result: ScaleResult) -> tuple[tuple[str, bool], ...]:
-    """Columns, with the bounds of the step's time where the links are known."""
-    return HEADS if result.link_bytes_per_second is None else (*HEADS, ("step takes", True))
+    """Columns; where the links are known, with the upper bound of the step's time for that of computing."""
+    known = result.link_bytes_per_second is not None
+    return tuple(("step ≤", True) if known and name == "compute" else (name, num) for name, num in HEADS)
 
 
 def row(result: ScaleResult, case: ScaleCase) -> tuple[str, ...]:
     """The cells of one case that ran."""
     verdict = "tightly" if case.tight else "yes" if case.fits else "no"
-    bounds = case.step_seconds_bounds
-    cells = (
+    seconds = case.compute_seconds if case.step_seconds_bounds is None else case.step_seconds_bounds[1]
+    return (
         str(case.gpus),
         case.strategy,
         {"full": "checkpointed"}.get(case.plan, PLAN_TITLES[case.plan]),
@@ -75,12 +84,9 @@ def row(result: ScaleResult, case: ScaleCase) -> tuple[str, ...]:
         format_bytes(case.peak_reserved_bytes),
         _memory(case),
         verdict,
-        "–" if case.compute_seconds is None else format_seconds(case.compute_seconds),
+        "–" if seconds is None else format_seconds(seconds),
         "–" if case.gpus == 1 else format_bytes(case.sent_bytes),
     )
-    if result.link_bytes_per_second is None:
-        return cells
-    return (*cells, "–" if bounds is None else " to ".join(dict.fromkeys(map(format_seconds, bounds))))
 
 
 def left_out(result: ScaleResult) -> tuple[str, ...]:
@@ -101,12 +107,20 @@ def _several(names: Sequence[str]) -> str:
 def notes(result: ScaleResult) -> tuple[str, ...]:
     """What to know of the figures."""
     multiple = any(case.gpus > 1 and case.problem is None for case in result.cases)
+    bounds = "Step ≤: computing and communicating one after the other; it takes at least the longer of both."
+    known = (bounds,) if multiple and result.link_bytes_per_second is not None else ()
     unknown = (
         (f"No step times: {NO_STEP_SECONDS}.",) if multiple and result.link_bytes_per_second is None else ()
     )
     tight = any(case.tight for case in result.cases)
     explained = ("Tightly: only as PyTorch gives back cached memory when it runs short.",) if tight else ()
-    return (ROWS_NOTE, *(f"{note[0].upper()}{note[1:]}." for note in result.notes), *explained, *unknown)
+    return (
+        ROWS_NOTE,
+        *(f"{note[0].upper()}{note[1:]}." for note in result.notes),
+        *explained,
+        *known,
+        *unknown,
+    )
 
 
 def proofs(result: ScaleResult) -> tuple[str, ...]:
@@ -130,7 +144,7 @@ def changes(case: ScaleCase) -> tuple[str, ...]:
 
 def scale_text(result: ScaleResult) -> RenderableType:
     """The comparison for a terminal or a pipe."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     for name, is_number in heads(result):
         table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     for case in result.cases:
@@ -144,7 +158,7 @@ def scale_text(result: ScaleResult) -> RenderableType:
     head.append(f"\na dry run of a rank of each{budget}; {format_seconds(result.wall_seconds)}", style="dim")
     best = result.best
     parts: list[RenderableType] = [head, "", Text(headline(result), style="bold"), ""]
-    parts += [Padding(table, (0, 0, 0, 2)), ""]
+    parts += [Padding(table, (0, 0, 0, 1)), ""]
     if best is not None and best.techniques:
         parts += [Text("The plan", style="bold"), *(Text(f"  {line}") for line in changes(best)), ""]
     parts += [
