@@ -98,6 +98,14 @@ def test_the_stages_of_a_pipeline_hear_of_each_other(tmp_path: Path, monkeypatch
     assert [group.ranks for group in last.groups if group.sends] == [(0, 1)]
 
 
+@pytest.mark.dryrun
+def test_a_stage_that_knows_all_shapes_asks_nobody(preloaded: Preloaded, tmp_path: Path) -> None:
+    settings = {"world": World.of(2), "rank": 0, "steps": "all", "gpu": "a100-80gb"}
+    outcome = preloaded.run("pipeline.py", "known", folder=tmp_path, **settings)
+    assert (outcome.result.exit_code, outcome.result.steps_done) == (0, 2), outcome.stderr
+    assert outcome.result.peak_by_category["optimizer_state"] == 8 * (1024 * 1024 + 1024)
+
+
 # ----------------------------------------------------------------- which ranks, and how many
 
 

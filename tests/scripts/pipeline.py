@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,11 @@ if __name__ == "__main__":
     device = torch.device("cuda", stage)
     dist.init_process_group("nccl", device_id=device)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(1 + stage))).to(device)
-    part = PipelineStage(model, stage, 2, device)
+    known = ()
+    if "known" in sys.argv:  # of one micro-batch
+        known = (torch.empty(4, WIDTH, device="meta", requires_grad=stage > 0),)
+        known += (torch.empty(4, WIDTH, device="meta", requires_grad=True),)
+    part = PipelineStage(model, stage, 2, device, *known)
     schedule = Schedule1F1B(part, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.AdamW(model.parameters())
     data = torch.randn(16, WIDTH, device=device)
