@@ -24,8 +24,7 @@ from memfit.distributed.verification import PARALLEL_LIBRARIES, VerifiedOnRanks,
 from memfit.dryrun.worker import Worker
 from memfit.dryrun.world import World
 from memfit.planning.fit import checked_budget, workload_and_spec
-from memfit.planning.oracle import ROOMY_BYTES, preload
-from memfit.planning.oracle import _plain as gpu_json
+from memfit.planning.oracle import ROOMY_BYTES, gpu_json, preload
 
 if TYPE_CHECKING:
     from memfit.core.workload import Workload

@@ -123,7 +123,7 @@ class StepOracle:
         self._arguments: dict[str, Any] = {
             "workload": dict(workload),
             "engine": engine,
-            "target": _plain(gpu),
+            "target": gpu_json(gpu),
             "seed": seed,
         }
         self._stack = ExitStack()
@@ -224,7 +224,7 @@ class _Local:
         return getattr(self._built, method)(**arguments)
 
 
-def _plain(gpu: GPU) -> dict[str, Any]:
+def gpu_json(gpu: GPU) -> dict[str, Any]:
     """The GPU as JSON."""
     data = {field.name: getattr(gpu, field.name) for field in fields(gpu)}
     return {**data, "peak_flops": dict(gpu.peak_flops), "sources": dict(gpu.sources)}
