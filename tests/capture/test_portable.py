@@ -144,3 +144,26 @@ def test_memory_functions_speak_of_the_imitated_gpu_only_inside() -> None:
 )
 def test_buffers_of_reductions(shape, dims, gpu, size_bytes: int) -> None:  # type: ignore[no-untyped-def]
     assert sum(reduction_buffers(torch.empty(shape, device="meta"), dims, gpu)) == size_bytes
+
+
+def test_inference_mode_runs_composed_operators_by_their_parts() -> None:
+    with portable_gpu(RTX3060), torch.inference_mode():
+        weight, x = torch.empty(1024, 1024, device=DEVICE), torch.empty(64, 1024, device=DEVICE)
+        before = torch.cuda.memory_allocated()
+        out = torch.einsum("ab,cb->ac", x, weight)
+        assert torch.cuda.memory_allocated() - before == WORKSPACE_BYTES + out.nbytes
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept_bytes"),
+    [(torch.inference_mode, 0), (torch.no_grad, 2 * MIB), (torch.enable_grad, 2 * MIB)],
+)
+def test_autocast_keeps_cast_weights_except_in_inference_mode(mode: object, kept_bytes: int) -> None:
+    with portable_gpu(RTX3060):
+        weight = torch.nn.Parameter(torch.empty(1024, 1024, device=DEVICE))
+        x = torch.empty(64, 1024, device=DEVICE)
+        torch.nn.functional.linear(x, weight)  # takes cuBLAS's workspace
+        before = torch.cuda.memory_allocated()
+        with mode(), torch.autocast("cuda", torch.bfloat16):  # type: ignore[operator]
+            torch.nn.functional.linear(x, weight)
+            assert torch.cuda.memory_allocated() - before == kept_bytes

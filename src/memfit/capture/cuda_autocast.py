@@ -84,6 +84,7 @@ class AutocastState:
 
     def _keeps(self, value: torch.Tensor, dtype: torch.dtype) -> bool:
         kept = dtype is self.dtype and value.dtype is torch.float32 and self.cache_enabled
+        kept = kept and not torch.is_inference_mode_enabled()
         return kept and value.requires_grad and value.is_leaf and not value._is_view()
 
     def set(self, *, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
