@@ -33,6 +33,8 @@ from memfit.core.devices import find_gpu
 from memfit.core.units import GIB
 from memfit.planning.bench import Try, by_seconds
 from memfit.planning.bound import lower_bounds
+from memfit.planning.explore import OPTIONS_PER_BLOCK
+from memfit.planning.figures import Candidate
 from memfit.planning.fit import workload_and_spec
 from memfit.planning.layout import Layout
 from memfit.planning.oracle import open_oracle
@@ -84,7 +86,7 @@ class Contest(FrontSearch):
         graph = self.explorer.graph
         layout = Layout(graph=graph, blocks=self.bench.blocks)
         row = row_of_blocks(layout, self.bench.seconds(graph))
-        problem = make_problem(row, layout, self.explorer.options(row))
+        problem = make_problem(row, layout, self.explorer.measured(row, limit=OPTIONS_PER_BLOCK))
         plain_sum = problem.peak_bytes([0] * len(problem.blocks))
         return problem, max(self.plain.peaks.reserved_bytes - plain_sum, 0)
 
@@ -134,7 +136,7 @@ def _nearest(options: Sequence[Option], share: float) -> int:
 
 
 def compare(name: str, gpu: str, points: int) -> list[dict[str, object]]:
-    """The rows of one model: a budget, memfit's plan, the best peer of each kind, the bound."""
+    """The rows of one model: a budget, memfit's plan, the best peer of each kind, the bound, the verdict."""
     reference, spec = workload_and_spec(MODELS[name])
     device = find_gpu(gpu)
     with (
@@ -172,13 +174,42 @@ def compare(name: str, gpu: str, points: int) -> list[dict[str, object]]:
                 best = min(within, key=by_seconds, default=None)
                 row[kind] = None if best is None else 100 * (best.seconds / contest.plain.seconds - 1)
                 row[f"{kind}_name"] = None if best is None else best.name
+            row["gap"] = gap(row)
+            row["dominated_by"] = dominating(point.plan, peers)
             rows.append(row)
         return rows
 
 
+def gap(row: dict[str, object]) -> float | None:
+    """Points of the plain step's time between the plan and what is certified at the plan's own peak."""
+    plan, bound = row["memfit"], row["bound_at_its_peak"]
+    if not isinstance(plan, float) or not isinstance(bound, float):
+        return None
+    return max(plan, 0.0) - bound
+
+
+def dominating(plan: Candidate | None, peers: dict[str, list[Try]]) -> str | None:
+    """The name of a peer that reserves no more than the plan and is faster, or as fast and leaner."""
+    if plan is None:
+        return None
+    figures = plan.figures
+    for tried in (tried for tries in peers.values() for tried in tries if tried.peaks.failure is None):
+        less = tried.peaks.reserved_bytes - figures.peak_reserved_bytes
+        faster = figures.step_seconds - tried.seconds
+        if (
+            less <= 0
+            and faster >= -1e-9
+            and (less < 0 or faster > 1e-9)
+            and (faster > 1e-9 or less < -(2 << 20))
+        ):
+            return tried.name
+    return None
+
+
 HEADER = (
     "| model (plain reserves) | budget | memfit | best known schedule | Rotor's DP | sac_ilp's choice "
-    "| cannot be below (at the plan's own peak) |\n|---|---|---|---|---|---|---|"
+    "| cannot be below (at the plan's own peak) | gap | dominated by a peer? |\n"
+    "|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -189,6 +220,7 @@ def line(row: dict[str, object]) -> str:
         f"{row['model']} ({row['plain_gib']:.2f} GiB)", f"{row['budget_gib']:.2f} GiB",
         percent(row["memfit"]), named, percent(row["Rotor"]), percent(row["sac_ilp"]),
         f"{percent(row['bound'])} ({percent(row['bound_at_its_peak'])})",
+        "–" if row["gap"] is None else f"{row['gap']:.1f}", str(row["dominated_by"] or "no"),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
@@ -205,22 +237,27 @@ def main() -> None:
     parser.add_argument("--gpu", default="a100-80gb")
     parser.add_argument("--points", type=int, default=10, help="budgets for each model")
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(QUICK)}, 3 budgets")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument(
+        "--json", type=Path, help="keep the rows here; models that are there are not run again"
+    )
     arguments = parser.parse_args()
     names = arguments.models or (QUICK if arguments.quick else tuple(MODELS))
-    rows: list[dict[str, object]] = []
+    known = (
+        json.loads(arguments.json.read_text("utf-8")) if arguments.json and arguments.json.exists() else []
+    )
     sys.stdout.write(HEADER + "\n")
     for name in names:
         if name not in MODELS:
             sys.exit(f"unknown model {name!r}: use any of {', '.join(MODELS)}")
-        for row in compare(name, arguments.gpu, 3 if arguments.quick else arguments.points):
-            rows.append(row)
-            sys.stdout.write(line(row) + "\n")
-            sys.stdout.flush()
-        seconds = rows[-1]["planning_seconds"]
-        sys.stderr.write(f"{name}: the front took {seconds:.0f} s\n")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        rows = [row for row in known if row["model"] == name]
+        if not rows:
+            rows = compare(name, arguments.gpu, 3 if arguments.quick else arguments.points)
+            known += rows
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        sys.stdout.write("".join(line(row) + "\n" for row in rows))
+        sys.stdout.flush()
+        sys.stderr.write(f"{name}: the front took {rows[-1]['planning_seconds']:.0f} s\n")
 
 
 if __name__ == "__main__":

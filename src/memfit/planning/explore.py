@@ -96,12 +96,12 @@ class Explorer:
     def options(self, row: Row) -> tuple[dict[tuple[str, ...], Option], ...]:
         """All options of each class, measured once."""
         if self._options is None:
-            self._options = self._measured(row)
+            known_only = self.facts.rematerialization is not None  # single operators leave no use for others
+            self._options = self.measured(row, limit=0 if known_only else OPTIONS_PER_BLOCK)
         return self._options
 
-    def _measured(self, row: Row) -> tuple[dict[tuple[str, ...], Option], ...]:
-        """All options, measured in captured steps that mix them."""
-        limit = OPTIONS_PER_BLOCK if self.facts.rematerialization is None else 0
+    def measured(self, row: Row, *, limit: int) -> tuple[dict[tuple[str, ...], Option], ...]:
+        """Known ways to keep parts of a block and up to ``limit`` others, by steps that mix them."""
         wanted = wanted_saves(row, limit=limit)
         schedules = mixes(row, wanted)[:MOST_MIXES]
         captured = []
