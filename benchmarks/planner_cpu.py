@@ -5,9 +5,9 @@ real forward and backward pass, parameters not counted, and floating-point opera
     python benchmarks/planner_cpu.py gpt2-scaled --shares 0.5 0.38 --seconds
 
 For each peak (MiB, or a share of the plain one) the choice is solved on the step captured on the CPU, run,
-and measured: the peak by the profiler's allocation events, the gradients against the plain ones bit by bit. With
-``--seconds`` plain and planned steps are timed in turn, in processor time. The models are written in plain
-torch: fp32, no dropout, no optimizer, gradients None at the start.
+and measured: the peak by the profiler's allocation events, the gradients against the plain ones bit by bit.
+With ``--seconds`` plain and planned steps are timed in turn, in processor time. The models are written in
+plain torch: fp32, no dropout, no optimizer, gradients None at the start.
 """
 
 from __future__ import annotations

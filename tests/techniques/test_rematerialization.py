@@ -11,6 +11,7 @@ import torch
 from technique_models import CASES, assert_bitwise, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from memfit.capture import capture_step
 from memfit.capture.graph import StepGraph
@@ -167,8 +168,42 @@ class Views(nn.Linear):
         return rows.tanh().square() * torch.dropout(rows, 0.5, True)
 
 
+class OwnCheckpoint(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        inner = lambda y: torch.dropout(torch.tanh(super(OwnCheckpoint, self).forward(y)), 0.5, True)  # noqa: E731
+        return checkpoint(inner, torch.sigmoid(super().forward(x)), use_reentrant=False).exp()
+
+
+class Recurrent(nn.Linear):
+    """Writes into slices of what was stacked."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = []
+        for _ in range(3):
+            x = torch.tanh(super().forward(x))
+            states.append(x)
+        stacked = torch.stack(states)
+        stacked[0] += 1
+        stacked[1:].mul_(2)
+        return stacked.sigmoid()
+
+
+class Experts(nn.Linear):
+    """Rows go where the data says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = super().forward(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for expert in range(8):
+            rows = (weights.argmax(-1) == expert).nonzero().squeeze(-1)
+            out.index_add_(0, rows, nn.functional.silu(x[rows]) * weights[rows, expert : expert + 1])
+        return out
+
+
 @pytest.mark.parametrize("keeps", [(), ("linear",), ("exp", "tanh")], ids=str)
-@pytest.mark.parametrize("kind", [HiddenWrites, WrittenAfterUse, Branching, Views])
+@pytest.mark.parametrize(
+    "kind", [HiddenWrites, WrittenAfterUse, Branching, Views, OwnCheckpoint, Recurrent, Experts]
+)
 def test_what_modules_do_in_their_forward(kind: type[nn.Linear], keeps: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     module = kind(8, 8)
@@ -216,3 +251,23 @@ def test_a_parameter_that_changed_in_between_is_told() -> None:
 def test_bad_settings_are_told(blocks: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Rematerialization(blocks=blocks).apply(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_derivatives_of_derivatives_and_function_transforms() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(3, 4)
+
+    def penalty() -> list[Tensor]:
+        inputs = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(plain(inputs).sum(), inputs, create_graph=True)
+        return list(torch.autograd.grad(gradient.square().sum(), [plain[0].weight, plain[2].weight]))
+
+    def transformed() -> list[Tensor]:
+        def value(parameters: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(plain, parameters, (x,)).sum()
+
+        return list(torch.func.grad(value)(dict(plain.named_parameters())).values())
+
+    before = [*penalty(), *transformed()]
+    Rematerialization(blocks={"": []}).apply(plain)
+    assert all(torch.equal(a, b) for a, b in zip(before, [*penalty(), *transformed()], strict=True))

@@ -299,6 +299,11 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+def _is_transformed() -> bool:
+    """Whether ``torch.func`` transforms what runs, which allows no hooks on saved tensors."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 _ACTIVE = threading.local()
 _APPLY: Any = vars(torch.autograd.Function)["apply"]
 
@@ -363,7 +368,7 @@ class RecomputableForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = self.original()
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_transformed():
             return original(*args, **kwargs)
         return self._recorded(original, args, kwargs)
 
