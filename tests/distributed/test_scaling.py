@@ -71,8 +71,6 @@ def test_tensor_parallel_that_computes_something_else_is_refuted() -> None:
     calls, own, _ = alone.collectives["all_reduce"]
     assert calls in range(2 * known.BLOCKS - 1, 2 * known.BLOCKS + 1)
     assert own == calls * 4 * known.SAMPLES * 64 * known.WIDTH
-    both = verify(f"{FILE}:feed", strategy="tp2+fsdp2", ranks=4)
-    assert both.passed and both.ranks_agree and both.max_relative_error is not None
 
 
 @pytest.mark.slow
