@@ -5,7 +5,8 @@
 ROWS are files, or folders of files, of the form ``{"source": …, "rows": [{…, "measured_bytes": …}, …]}``.
 Each row that can be rebuilt from its public configuration (`prediction/sources`, `prediction/scripts`) is run
 in a process of its own; the others are listed with the reason. With ``--json`` predictions are kept in a file
-and not made again while row and script stay the same: give another file after memfit or PyTorch changed.
+and not made again while the script stays the same: give another file after memfit, PyTorch or what scripts
+share changed.
 Needs what the dry run needs, and no GPU. The exit code is 1 where a run failed, and 3 where a row misses its
 goal without a reason.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,10 @@ def relative_error(case: Case, prediction: Prediction | None) -> float | None:
 
 
 class Kept:
-    """Predictions by what was run; a file, if given, is read first and written after each new one."""
+    """Predictions by what was run, whatever row asks for it.
+
+    A file, if given, is read first and written after each new one.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -89,10 +91,9 @@ class Kept:
 
 
 def _key(case: Case, engine: str) -> str:
-    row: Mapping[str, Any] = case.row
     script = hashlib.sha256((SCRIPTS / case.script).read_bytes()).hexdigest()
     run = [
         engine, case.script, script, case.words, case.gpu, case.counter, case.above, dict(case.environment),
-        case.world_size, case.ranks, dict(row),
+        case.world_size, case.ranks,
     ]  # fmt: skip
     return json.dumps(run, sort_keys=True)

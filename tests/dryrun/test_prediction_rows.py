@@ -99,6 +99,8 @@ def test_a_prediction_is_kept_for_the_same_run_only(tmp_path: Path) -> None:
     Kept(path).add("liger_kernel", case, prediction(7))
     kept = Kept(path)
     assert kept.find(case, "dryrun") == prediction(7)
+    (again,) = cases_of(rows_file([liger_row(measured_bytes=9)], name="liger_kernel"), SOURCES)[1]
+    assert kept.find(again, "dryrun") == prediction(7)
     assert kept.find(other, "dryrun") is None and kept.find(case, "portable") is None
 
 
