@@ -26,9 +26,9 @@ from typing import Any
 MODEL = "--d_model 1024 --num_layers 24 --num_heads 16 --d_ff 4096".split()
 OPTIONS = [*MODEL, "--model_name", "medium", "--memory-profiler", "pytorch"]
 PATTERNS = {"training": "full-training-step", "inference": "forward-only"}
-COMPARABLE = ["training:128", "inference:128", "training:256", "inference:256", "inference:1024"]
-"""The other three recordings (512 twice, training:1024) were made with an earlier version of the script's
-model."""
+RUNS = [f"{kind}:{context}" for context in (128, 256, 512, 1024) for kind in PATTERNS]
+AUTOCAST = {"training:512", "inference:512", "training:1024"}
+"""Recorded under bf16 autocast, as the sizes of their casts show."""
 
 
 class _Plain(pickle.Unpickler):
@@ -65,9 +65,11 @@ class Window:
         )
 
 
-def dry_run(checkout: Path, kind: str, context: int, gpu: str) -> tuple[dict[str, Any], Window]:
+def dry_run(checkout: Path, run: str, gpu: str) -> tuple[dict[str, Any], Window]:
     """Run the script unmodified; its result, and the window of the snapshot that it dumped."""
-    script = ["nsys_profile.py", "--context_length", str(context), *OPTIONS, "--pattern", PATTERNS[kind]]
+    kind, context = run.split(":")
+    script = ["nsys_profile.py", "--context_length", context, *OPTIONS, "--pattern", PATTERNS[kind]]
+    script += ["--autocast", "true"] if run in AUTOCAST else []
     command = [
         sys.executable,
         "-m",
@@ -107,7 +109,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--runs", nargs="+", default=COMPARABLE)
+    parser.add_argument("--runs", nargs="+", default=RUNS)
     parser.add_argument(
         "--gpu", default="a100-80gb", help="any before Hopper: the recordings show such a card"
     )
@@ -117,7 +119,7 @@ def main() -> int:
         kind, context = run.split(":")
         name = f"medium_{context}_{kind}_memory_snapshot.pickle"
         recorded = Window.of((options.checkout / "results" / name).read_bytes())
-        result, ours = dry_run(options.checkout.resolve(), kind, int(context), options.gpu)
+        result, ours = dry_run(options.checkout.resolve(), run, options.gpu)
         row = {
             "run": run,
             **compare(recorded, ours),
