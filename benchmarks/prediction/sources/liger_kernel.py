@@ -46,7 +46,7 @@ def _case(row: Mapping[str, Any]) -> Case:
 def _resolution_bytes(measured_bytes: int) -> int:
     """Their figures are single precision numbers of MiB: how far apart two of these are."""
     mantissa_bits = 23
-    return max(1, 1 << (math.floor(math.log2(measured_bytes)) - mantissa_bits))
+    return 1 << max(0, math.floor(math.log2(measured_bytes)) - mantissa_bits)
 
 
 SOURCE = Source(
