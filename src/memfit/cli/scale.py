@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,10 @@ from memfit.cli.exit_codes import EXIT_DOES_NOT_FIT
 
 if TYPE_CHECKING:
     from memfit.distributed.scaling_values import ScaleResult
+
+
+STRATEGIES = "ddp,zero1,fsdp2,fsdp2-keep,hsdp,tp"
+PLANS = "plain,full,planned"
 
 
 class BatchChoice(StrEnum):
@@ -62,7 +67,7 @@ def scale(
             help="Of ddp, zero1, fsdp2, fsdp2-keep (blocks stay whole until the backward pass), hsdp, tp "
             "(every degree up to 8), tp2, tp4+fsdp2 …",
         ),
-    ] = "ddp,zero1,fsdp2,fsdp2-keep,hsdp,tp",
+    ] = STRATEGIES,
     plans: Annotated[
         str,
         typer.Option(
@@ -71,7 +76,7 @@ def scale(
             help="Of plain, full (every block checkpointed) and planned (memfit's plan, sought where the "
             "plain step does not fit).",
         ),
-    ] = "plain,full,planned",
+    ] = PLANS,
     batch: Annotated[
         BatchChoice,
         typer.Option(
@@ -131,7 +136,17 @@ def scale(
             verify=verify,
             progress=update,
         )
-    files = _write(result, report, plan_file)
+    given = {
+        "--gpu": gpu,
+        "--gpus": gpus,
+        "--budget": budget,
+        "--strategies": None if strategies == STRATEGIES else strategies,
+        "--plans": None if plans == PLANS else plans,
+        "--batch": None if batch == BatchChoice.whole else batch.value,
+        "--allow": None if allow == Allow.exact else allow.value,
+        "--link-bandwidth": link_bandwidth,
+    }
+    files = _write(result, report, plan_file, command=_command(workload, given))
     if as_json:
         print_json({**result.to_json(), "files": files})
     else:
@@ -175,7 +190,17 @@ def _words(text: str, *, option: str) -> list[str]:
     return words
 
 
-def _write(result: ScaleResult, report: Path | None, plan_file: Path | None) -> dict[str, str]:
+def _command(workload: str, given: Mapping[str, str | None]) -> str:
+    """The command line that does the same again."""
+    from memfit.reports.verdict import shell_line
+
+    options = [word for name, value in given.items() if value is not None for word in (name, value)]
+    return shell_line(["memfit", "scale", workload, *options])
+
+
+def _write(
+    result: ScaleResult, report: Path | None, plan_file: Path | None, *, command: str
+) -> dict[str, str]:
     from memfit.core.files import write_atomically
 
     written: dict[str, str] = {}
@@ -185,7 +210,7 @@ def _write(result: ScaleResult, report: Path | None, plan_file: Path | None) -> 
     if report is not None:
         from memfit.reports.scale import scale_page
 
-        written["report"] = str(write_atomically(report, scale_page(result)))
+        written["report"] = str(write_atomically(report, scale_page(result, command=command)))
     return written
 
 
