@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from memfit.capture.costs import LAUNCH_SECONDS, op_class, roofline_seconds
 from memfit.capture.graph import Op
 from memfit.core.devices import GPU
-from memfit.techniques.joint_replay import JointStep, Replay
+from memfit.techniques.joint_replay import FUSED_CLASSES, JointStep, Replay
 
-FUSED_CLASSES = ("elementwise", "copy", "normalization", "reduction")
 BANDWIDTH_SHARE = 0.8
 
 

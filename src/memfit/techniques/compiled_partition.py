@@ -39,16 +39,13 @@ class CompiledPartition(Technique):
 
     Args:
         peak: the most live bytes of the graph (activations, gradients, temporaries), as a share of what
-        keeping
-            everything needs: above 0, up to 1. Where even the leanest cut needs more, it is taken.
+            keeping everything needs: above 0, up to 1. Where even the leanest cut needs more, it is taken.
         budget: instead, PyTorch's ``activation_memory_budget``, from 0 to 1. Its peak is not monotone.
         backend: ``"inductor"`` fuses and generates code, which rounds otherwise and draws other dropout
-        masks;
-            ``"aot_eager"`` runs the cut graph with the kernels of the plain model, to the bit;
+            masks; ``"aot_eager"`` runs the cut graph with the kernels of the plain model, to the bit;
             ``"aot_eager_decomp_partition"`` the same with inductor's finer operators.
         scope: ``"model"`` as a whole, or each of its repeated ``"blocks"`` by itself (with ``budget`` only:
-        the
-            peak is the model's).
+            the peak is the model's).
         gpu: whose rates weigh running operators again.
         dynamic: as ``torch.compile`` takes it.
 

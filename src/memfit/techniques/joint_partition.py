@@ -22,11 +22,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from memfit.capture.costs import LAUNCH_SECONDS, op_class, roofline_seconds
 from memfit.capture.graph import Op
 from memfit.core.devices import GPU, find_gpu
-from memfit.techniques.joint_replay import JointStep, Replay, replay
+from memfit.techniques.joint_replay import FUSED_CLASSES, JointStep, Replay, replay
 from memfit.techniques.joint_solver import Cut, choose, keep_all, least
 from memfit.techniques.joint_step import ReadJoint, read_joint
 
-FUSED_CLASSES = ("elementwise", "copy", "normalization", "reduction")
 FUSED_SHARE = 0.25
 """What running again an operator that the compiler fuses with its neighbours costs, in parts of running it
 alone: most of what it reads and writes stays on the chip, and it has no launch of its own."""
@@ -80,8 +79,7 @@ class PeakPartitioner(CustomPartitionerFn):
 
     Args:
         peak: the most live bytes, as a share of those that keeping everything needs; None: PyTorch's
-        choice, by
-            ``torch._functorch.config.activation_memory_budget``.
+            choice, by ``torch._functorch.config.activation_memory_budget``.
         gpu: whose rates the seconds of operators go by; its name, as the compiler copies its settings.
         fused: whether the back-end fuses pointwise operators.
     """

@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from memfit.capture.graph import Op
 
+FUSED_CLASSES = ("elementwise", "copy", "normalization", "reduction")
+"""Classes of operators (`memfit.capture.costs`) that a compiler fuses with their neighbours."""
 BEFORE = -1
 """Born before the step: parameters, buffers, the batch."""
 BETWEEN = -2
