@@ -66,7 +66,7 @@ def _estimates(result: DryRunResult) -> Iterator[Reason]:
     total = sum(result.estimates.values())
     if result.estimates:
         named = ", ".join(
-            f"{name} {format_bytes(size) if size else 'not counted'}"
+            f"{name} {format_bytes(size) if size else 'not in the peaks'}"
             for name, size in result.estimates.items()
         )
         yield _by_share(total, result), f"sizes by a rule, not by the library itself: {named}"

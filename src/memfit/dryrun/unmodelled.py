@@ -42,9 +42,10 @@ class Unmodelled:
         """All of it in words; cuDNN's workspaces by what they are for."""
         yield from self._noted
         workspace = estimates().get("cuDNN workspace", 0)
-        counted = f"counted as {format_bytes(workspace)}" if workspace else "not counted"
+        counted = f"counted as {format_bytes(workspace)}" if workspace else "not in the peaks"
         for name, count in self._cudnn.items():
-            yield f"cuDNN's workspaces ({name}, {count} calls): {counted}, so the peak may be higher"
+            calls = f"{name}, {count} call{'' if count == 1 else 's'}"
+            yield f"cuDNN's workspaces ({calls}): {counted}, which may be higher (see the device's memory)"
 
     def refused(self) -> Iterator[str]:
         """The calls to the GPU's libraries that did nothing, in a line."""
