@@ -94,7 +94,7 @@ def test_the_cut_is_the_best_of_all_cuts() -> None:
     assert least(step, seconds).replay.peak_bytes <= 34 * mib
 
 
-@pytest.mark.parametrize("setting", [{"peak": 0.7}, {"budget": 0.5}])
+@pytest.mark.parametrize("setting", [{"peak": 0.7}, pytest.param({"budget": 0.5}, marks=pytest.mark.slow)])
 def test_a_cut_model_trains_to_the_bit(setting: dict[str, float]) -> None:
     """With dropout in three places, one of them within attention: drawn once, kept, and never drawn again."""
     with observed_partitions() as seen:
