@@ -18,7 +18,7 @@ from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import MemfitError, UsageError
 from memfit.core.exactness import EXACTNESS_ORDER, Exactness
 from memfit.distributed.scaling_plans import Planner
-from memfit.distributed.scaling_values import Batch, PlanName, ScaleCase, ScaleResult
+from memfit.distributed.scaling_values import Batch, PlanName, ScaleCase, ScaleResult, best_of
 from memfit.distributed.strategies import DEFAULT_NAMES, Strategy, strategies_for
 from memfit.distributed.verification import PARALLEL_LIBRARIES, VerifiedOnRanks, Verifier
 from memfit.dryrun.worker import Worker
@@ -325,17 +325,11 @@ class _Scaling:
                 if not shown[0].passed:
                     problem = f"not to be used: {shown[0]}"
                     cases = [replace(c, problem=problem, fits=False) if c in ran else c for c in cases]
-            best = ScaleResult(**{**_NOTHING, "cases": tuple(cases)}).best
+            best = best_of(cases)
             known = any(best is not None and best.strategy == one.strategy for one in shown)
             if verify and best is not None and best.gpus > 1 and not (known and not best.techniques):
                 shown.append(checked(best))
         return cases, shown
-
-
-_NOTHING: Mapping[str, Any] = {
-    "workload": "", "workload_spec": None, "gpu": "", "budget_bytes": None, "batch": "whole", "samples": 0,
-    "nvml_total_bytes": 0, "context_bytes": 0,
-}  # fmt: skip
 
 
 def _smaller(strategy: str) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -133,8 +133,7 @@ class ScaleResult:
     @property
     def best(self) -> ScaleCase | None:
         """On the least number of GPUs: least to compute, then least to send, then least memory."""
-        fitting = [case for case in self.cases if case.fits and case.gpus == self.least_gpus]
-        return min(fitting, key=_cost, default=None)
+        return best_of(self.cases)
 
     @property
     def leanest(self) -> ScaleCase | None:
@@ -203,6 +202,13 @@ class ScaleResult:
             "notes": list(self.notes),
             "wall_seconds": self.wall_seconds,
         }
+
+
+def best_of(cases: Sequence[ScaleCase]) -> ScaleCase | None:
+    """Of the cases that fit on the fewest GPUs: least to compute, then to send, then to hold; or None."""
+    return min(
+        (case for case in cases if case.fits), key=lambda case: (case.gpus, *_cost(case)), default=None
+    )
 
 
 def _figures(case: ScaleCase) -> StepFigures:
