@@ -11,6 +11,9 @@ PRINTED_BYTES = 10_000_000  # two decimals of 10**9
 LLAMA_PRINTED_BYTES = (1 << 30) // 10
 LONGEST_ALPACA_TOKENS = 1304  # with Llama 2's tokenizer: LitGPT's tutorials/resource-tables.md
 
+LLAMA_NOTE = "batch 2, torchtune's default; transformers' model; GB are GiB: torchtune divides by 2^30"
+FOUR_BIT_NOTE = "; the step takes more temporaries than was measured, cause not known"
+
 OPTIMIZERS = {
     "PyTorch AdamW fused": "fused",
     "AdamW on GPU": "fused",
@@ -73,7 +76,7 @@ def _language(row: Mapping[str, Any], name: str, gpu: str, words: list[str]) -> 
         words=(*words, *options),
         gpu=gpu,
         printed_in_gib=True,
-        note="batch 2, torchtune's default; transformers' model; GB are GiB: torchtune divides by 2^30",
+        note=LLAMA_NOTE + (FOUR_BIT_NOTE if words[1] == "torchao-4bit" else ""),
         resolution_bytes=LLAMA_PRINTED_BYTES,
         portable=words[1] == "fused",
     )
