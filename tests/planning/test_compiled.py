@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from memfit.core.errors import CannotRunHere
 from memfit.core.exactness import Exactness
 from memfit.planning.bench import Bench, Peaks, Try
 from memfit.planning.compiled import CompiledExplorer
-from memfit.planning.fit import fit
 from memfit.planning.fused_seconds import fused_seconds, unfused_seconds
 from memfit.planning.schedules import NO_LEVER
 from memfit.planning.search import Search
@@ -151,52 +149,3 @@ def test_a_group_of_fused_operators_reads_and_writes_what_leaves_it() -> None:
     expected = (3 * size + 3 * size) / bandwidth + product
     assert fused_seconds(step, replay(step, ()), gpu()) == pytest.approx(expected)
     assert unfused_seconds(step, replay(step, ()), gpu()) > expected
-
-
-@pytest.mark.slow
-def test_a_compiled_plan_from_end_to_end(tmp_path: Path) -> None:
-    """A model without blocks that repeat, so that only the compiler's graph can be cut; bitwise as
-    verified."""
-    script = tmp_path / "wide.py"
-    script.write_text(WORKLOAD, encoding="utf-8")
-    spec = f"{script}:workload"
-    plain = fit(spec, gpu="a100-80gb", budget="40GiB", verify=False).plain
-    budget = int(plain.peak_allocated_bytes * 0.85)
-    result = fit(spec, gpu="a100-80gb", budget=budget, compiled=True)
-    assert result.fits
-    assert result.exactness == "exact"
-    assert [s["technique"] for s in result.techniques][0] == "compiled_partition"
-    assert result.verified is not None
-    assert result.verified.bitwise
-    assert result.planned is not None
-    assert result.planned.step_seconds > plain.step_seconds
-    assert result.planned.trace_path is None
-    loaded = type(result.plan).from_json(result.plan.to_json())
-    assert loaded.techniques == result.techniques
-
-
-WORKLOAD = '''
-import torch
-from memfit import Workload
-
-
-class Wide(torch.nn.Module):
-    """Five pointwise results in a row, each of them kept."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(256, 4096), torch.nn.Linear(4096, 16)
-
-    def forward(self, x):
-        y = torch.sigmoid(self.up(x))
-        y = torch.tanh(y) * y
-        return self.down(torch.nn.functional.gelu(torch.sin(y)))
-
-
-workload = Workload(
-    name="wide",
-    model=Wide,
-    batch=lambda: torch.ones(4096, 256),
-    loss=lambda model, x: model(x).square().mean(),
-)
-'''
