@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -49,7 +50,7 @@ def rows_of(
         yield _row("nothing runs again", {}, whole, plain_seconds)
         for budget in budgets:
             theirs = session.call("budget", budget=budget)
-            share = round(min(theirs["peak_bytes"] / whole["peak_bytes"], 1.0), 4)
+            share = min(math.ceil(1e4 * theirs["peak_bytes"] / whole["peak_bytes"]) / 1e4, 1.0)
             ours = session.call("peak", peak=share)
             for name, setting, figures in (
                 (f"budget {budget:g}", {"budget": budget}, theirs),
