@@ -96,17 +96,8 @@ def tune(
         ("batch_size", batch_sizes),
         ("workers", workers),
     )
-    best, left_out = plain, []
     with as_it_was(model, optimizer):
-        run.measure(plain)
-        if run.rows[plain].failed is not None:
-            raise UsageError(f"tune: the plain step cannot run: {run.rows[plain].failed}")
-        for knob, values in knobs:
-            settings = [replace(best, **{knob: value}) for value in values]
-            others = [s for s in dict.fromkeys(settings) if s != best and s.micro_batches <= s.batch_size]
-            left_out += run.in_turns(best, others)
-            rows = [run.rows[s] for s in others if s in run.rows]
-            best = faster(run.rows[best], rows, least_gain).settings
+        best, left_out = run.search(plain, knobs, least_gain)
     return TuningResult(
         best=best,
         plain=plain,
@@ -130,6 +121,23 @@ class _Tuning:
     end: float
     rows: dict[TunedSettings, TuningMeasurement] = field(default_factory=dict)
     longest: float = 0.0
+
+    def search(
+        self, plain: TunedSettings, knobs: Iterable[tuple[str, Sequence[Any]]], least_gain: float
+    ) -> tuple[TunedSettings, list[TunedSettings]]:
+        """The fastest settings found, one knob after another, and those that time did not reach."""
+        self.measure(plain)
+        if self.rows[plain].failed is not None:
+            raise UsageError(f"tune: the plain step cannot run: {self.rows[plain].failed}")
+        best = plain
+        left_out: list[TunedSettings] = []
+        for knob, values in knobs:
+            settings = [replace(best, **{knob: value}) for value in values]
+            others = [s for s in dict.fromkeys(settings) if s != best and s.micro_batches <= s.batch_size]
+            left_out += self.in_turns(best, others)
+            rows = [self.rows[s] for s in others if s in self.rows]
+            best = faster(self.rows[best], rows, least_gain).settings
+        return best, left_out
 
     def in_turns(self, present: TunedSettings, others: Sequence[TunedSettings]) -> list[TunedSettings]:
         """Runs the present settings and the others, in turns; gives back those that time did not reach."""
