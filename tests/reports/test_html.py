@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from memfit.core.units import format_bytes
+from memfit.planning.figures import Advice
 from memfit.reports.html import fit_page
 from memfit.reports.markup import Markup, script_json, tag
 from memfit.reports.series import StepSeries
+from memfit.reports.verdict import next_steps
 
 from .conftest import make_trace
 
@@ -138,6 +140,25 @@ def test_no_plan_says_the_least_budget(unfitted):
     text = " ".join(outline(fit_page(unfitted)).text)
     assert "2.54 GiB" in text
     assert "Use it" not in text
+
+
+def test_advice_is_on_the_page_in_the_words_of_the_text(fitted, unfitted):
+    measured = (
+        Advice(what="weights <in> bf16", exactness="approximate", techniques=(),
+               peak_reserved_bytes=1500 * 2**20, fits=False),
+        Advice(what="adapters (LoRA, rank 8)", exactness="changes training", techniques=(),
+               peak_reserved_bytes=900 * 2**20, fits=True),
+    )  # fmt: skip
+    advised = replace(unfitted, result=replace(unfitted.result, advice=measured))
+    page = fit_page(advised)
+    text = "".join(outline(page).text)
+    steps = next_steps(advised.result, allow=advised.allow)
+    places = [text.index(step) for step in steps]
+    assert places == sorted(places)
+    assert "adapters (LoRA, rank 8) (changes training), with every block recomputed, reserves 900" in text
+    assert "<in>" not in page
+    assert "What would help" in text
+    assert "What would help" not in fit_page(fitted)
 
 
 PROBE = """<script>

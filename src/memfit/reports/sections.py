@@ -1,4 +1,5 @@
-"""The sections of the page that are tables: composition, account, plan, cost, candidates, verification."""
+"""The sections of the page that are tables and lists: composition, account, what would help, plan, cost,
+candidates, verification."""
 
 from __future__ import annotations
 
@@ -270,6 +271,15 @@ def verified(report: FitReport) -> Markup | None:
     )
 
 
+def helpful(report: FitReport) -> Markup | None:
+    """What would help where no plan fits, in the words of the text, with what other trainings were measured
+    to need; ``None`` with a plan."""
+    if report.result.planned is not None:
+        return None
+    steps = verdict.next_steps(report.result, allow=report.allow)
+    return section("What would help", "helpful", tag("ul", (tag("li", step) for step in steps)))
+
+
 def mind(report: FitReport) -> Markup | None:
     """What limits the result; ``None`` where nothing does."""
     lines = verdict.to_mind(report.result)
@@ -290,6 +300,7 @@ def again(report: FitReport) -> Markup:
 SECTIONS: tuple[Callable[[FitReport], Markup | None], ...] = (
     composition,
     account,
+    helpful,
     plan,
     cost,
     tried,
