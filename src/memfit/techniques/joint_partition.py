@@ -22,6 +22,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from memfit.capture.costs import LAUNCH_SECONDS, op_class, roofline_seconds
 from memfit.capture.graph import Op
 from memfit.core.devices import GPU, find_gpu
+from memfit.core.version import VERSION
 from memfit.techniques.joint_replay import FUSED_CLASSES, JointStep, Replay, replay
 from memfit.techniques.joint_solver import Cut, choose, keep_all, least
 from memfit.techniques.joint_step import ReadJoint, read_joint
@@ -92,9 +93,7 @@ class PeakPartitioner(CustomPartitionerFn):
         observed."""
         if _OBSERVATIONS:
             return None
-        from memfit import __version__
-
-        return f"memfit-{__version__}-{self.peak}-{self.gpu}-{self.fused}"
+        return f"memfit-{VERSION}-{self.peak}-{self.gpu}-{self.fused}"
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
