@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sides import real_side, run_on, this_gpu
+
 from memfit.core.errors import MemfitError
 from memfit.core.files import write_atomically
 from memfit.core.units import format_bytes
-from sides import real_side, run_on, this_gpu
 
 SHAPES = (
     (3, 64, 224, 7), (3, 32, 224, 3), (16, 48, 43, 1), (32, 16, 43, 1), (64, 64, 86, 3), (64, 128, 43, 3),

@@ -21,11 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sides import made_up_side, real_side, run_on, this_gpu
+
 from memfit.core.devices import GPU
 from memfit.core.errors import MemfitError
 from memfit.core.files import write_atomically
 from memfit.core.units import format_bytes
-from sides import made_up_side, real_side, run_on, this_gpu
 
 SCRIPT = Path(__file__).with_name("small_steps.py")
 NAMES = (
