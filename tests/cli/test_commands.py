@@ -11,6 +11,7 @@ import pytest
 from memfit import cli
 from memfit.cli import fit as fit_command
 from memfit.cli import machine
+from memfit.cli.fit_config import target
 from memfit.core.errors import CannotRunHere
 from reports.conftest import fitted, make_trace, plain_trace, planned_trace, unfitted
 
@@ -137,6 +138,30 @@ def test_usage_errors_name_what_is_wrong(arguments, words, capsys):
     message = capsys.readouterr().err
     assert words in message
     assert message.startswith("memfit: error: ")
+
+
+def test_a_configuration_says_what_the_command_line_leaves_out(fitted, monkeypatch, capsys, tmp_path):
+    asked = []
+    monkeypatch.setattr(
+        fit_command, "_search", lambda question, traces, quiet: asked.append(question) or fitted.result
+    )
+    file = tmp_path / "memfit.yaml"
+    file.write_text("planning:\n  workload: hf:gpt2,batch=8\n  gpu: rtx3060-12gb\n  memory_budget: 6GiB\n")
+    assert cli.main(["fit", "--config", str(file)]) == 0
+    assert cli.main(["fit", "tv:resnet50", "--config", str(file), "--gpu", "a100", "--budget", "3GiB"]) == 0
+    assert [(one.workload, one.gpu, one.budget) for one in asked] == [
+        ("hf:gpt2,batch=8", "rtx3060-12gb", str(6 * 2**30)),
+        ("tv:resnet50", "a100", "3GiB"),
+    ]
+    assert target(None, "any", None, places=[file]).budget is None  # each GPU has its own
+    assert target(None, None, None, places=[file], takes_budget=False).budget is None
+    file.write_text("planning:\n  gpus: t4\n")
+    capsys.readouterr()
+    assert cli.main(["fit", "hf:gpt2", "--config", str(file)]) == 5
+    message = capsys.readouterr().err
+    assert message.startswith("memfit: error: ") and message.count("\n") == 1
+    assert f"{file}:2" in message and "gpus" in message
+    assert len(asked) == 2
 
 
 def test_the_command_can_be_typed_again(tmp_path):

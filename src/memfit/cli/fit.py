@@ -44,28 +44,37 @@ class EngineChoice(StrEnum):
 
 def fit(
     workload: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="WORKLOAD",
             help="What is trained: file.py:function (returns a memfit.Workload), hf:gpt2,batch=8,seq=1024 or "
             "tv:resnet50,batch=32.",
         ),
-    ],
+    ] = None,
     gpu: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--gpu",
             metavar="GPU",
             help="A name from `memfit gpus`, or a description: 24GiB,sm89; any: the cheapest one that fits "
             "(least memory, then least FLOP/s).",
         ),
-    ],
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
             "--budget",
             metavar="SIZE",
             help="How much PyTorch may reserve, like 8GiB. Default: what the GPU has to give.",
+        ),
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="A YAML file, or a folder of them: planning.workload, planning.gpu and "
+            "planning.memory_budget count where the command line does not say.",
         ),
     ] = None,
     allow: Annotated[
@@ -134,14 +143,19 @@ def fit(
 ) -> int:
     """Find the fastest way to train a workload within a memory budget, and prove it.
 
-    Exit code 0 when a plan fits, 4 when none does, 1 when real steps refute the plan.
+    Exit code 0 when a plan fits, 4 when none does, 1 when real steps refute the plan, 5 when --config is
+    wrong.
     """
+    from memfit.cli.fit_config import target
+
+    chosen = target(workload, gpu, budget, places=config or (), takes_budget=not sweep)
     asked = Asked(
-        workload=workload, gpu=gpu, budget=budget, allow=allow, verify=verify, engine=engine,
+        workload=chosen.workload, gpu=chosen.gpu, budget=chosen.budget,
+        allow=allow, verify=verify, engine=engine,
         report=report, plan_file=plan_file, png=png, compiled=compiled,
     )  # fmt: skip
     asked.check_outputs()
-    if sweep or maximize or inference or gpu == "any":
+    if sweep or maximize or inference or asked.gpu == "any":
         from memfit.cli.fit_questions import run_question
 
         return run_question(
