@@ -33,6 +33,9 @@ NAMES = [
     for number, name in enumerate(VARIANTS)
     if name in MORE or VARIANTS[name].name not in [v.name for v in list(VARIANTS.values())[:number]]
 ]
+SLOW = ("compiled",)
+"""They compile in each run: those pairs are tested with the slow tests."""
+EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES]
 REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("micro", "never"): ("in backward",),
     ("in backward", "never"): ("fp16", "bf16 weights", "offloaded state"),
@@ -128,10 +131,23 @@ def test_the_pairs_cover_the_table() -> None:
     assert {VARIANTS[name].name for name in NAMES} == set(TECHNIQUES)
 
 
-@pytest.mark.parametrize("first", [pytest.param(n, marks=[pytest.mark.slow] * (n in MORE)) for n in NAMES])
+@pytest.mark.parametrize(
+    "first", [pytest.param(name, marks=[pytest.mark.slow] * (name in (*MORE, *SLOW))) for name in NAMES]
+)
 def test_every_pair(first: str, alone: dict[str, Trained]) -> None:
-    found = {(first, second): _problem(first, second, alone) for second in NAMES}
-    assert {pair: problem for pair, problem in found.items() if problem} == {}
+    seconds = NAMES if first in SLOW else [name for name in NAMES if name not in SLOW]
+    assert _problems([(first, second) for second in seconds], alone) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", SLOW)
+def test_every_pair_on_top(second: str, alone: dict[str, Trained]) -> None:
+    assert _problems([(first, second) for first in NAMES], alone) == {}
+
+
+def _problems(pairs: list[tuple[str, str]], alone: dict[str, Trained]) -> dict[tuple[str, str], str]:
+    found = {pair: _problem(*pair, alone) for pair in pairs}
+    return {pair: problem for pair, problem in found.items() if problem}
 
 
 def _problem(first: str, second: str, alone: dict[str, Trained]) -> str:

@@ -12,6 +12,7 @@ from memfit.reports.ladder_figure import ladder_png
 from memfit.reports.markup import Markup, tag
 from memfit.reports.words import EXACTNESS_WORDS, plan_rows
 
+APPLIED = "In the order of the rungs; what the others must find in place is applied before them"
 FIGURE_CSS = "figure img{max-width:100%;height:auto;background:#fff;border-radius:6px}"
 
 
@@ -71,7 +72,7 @@ def _techniques(ladder: Ladder) -> Markup | None:
         for rung in applied
     )
     heads = (("technique", False), ("what it does", False), ("results", False))
-    return section("What was applied", "techniques", number_table("In this order", heads, rows))
+    return section("What was applied", "techniques", number_table(APPLIED, heads, rows))
 
 
 def _missing(ladder: Ladder) -> Markup | None:

@@ -186,7 +186,7 @@ _OPTIMIZERS = {
 
 
 def _optimizer(settings: Settings) -> list[PlanRow]:
-    implementation = str(settings.get("implementation"))
+    implementation = str(settings.get("implementation", "fused"))
     return [PlanRow(where="the optimizer", keeps=_OPTIMIZERS.get(implementation, implementation))]
 
 

@@ -205,9 +205,11 @@ def _refuse_changed(model: nn.Module, name: str, layer: nn.Module) -> None:
             "logits is not in its weight; leave it out of LoRA's targets"
         )
     if "forward" in vars(layer):
-        others = ", ".join(technique.name for technique in applied_techniques(model)) or "something else"
+        names = [technique.name for technique in applied_techniques(model)]
+        padded = [name for name in names if name == "vocabulary_padding"]
+        others = ", ".join(padded or names) or "something else"
         raise UsageError(
-            f"chunked_cross_entropy: the forward of the output layer {name!r} was replaced already by one of "
+            f"chunked_cross_entropy: the forward of the output layer {name!r} was replaced already by "
             f"{others}: it is computed in chunks by its weight alone, so take that back first"
         )
     if not _is_plain_linear(layer):

@@ -18,7 +18,11 @@ def hold_zeros(
     optimizer: torch.optim.Optimizer | None,
 ) -> Undo:
     """Sets weights to zero where ``mask_of`` is False; gradients are zero there, and after each step of the
-    optimizer (whose moments may still move them) they are zero again."""
+    optimizer (whose moments may still move them) they are zero again.
+
+    A mask stays where its weight was then; where weight or gradient are elsewhere now (offloaded, moved), it
+    is taken there each time.
+    """
     held = [(weakref.ref(weight), mask_of(weight)) for weight in weights]
     removed = [weight.detach()[~mask].to("cpu") for weight, (_, mask) in zip(weights, held, strict=True)]
     handles: list[Any] = []
@@ -35,13 +39,13 @@ def hold_zeros(
         for (reference, mask), values in zip(held, removed, strict=True):
             weight = reference()
             if weight is not None:
-                weight.data[~mask] = values.to(weight.device, weight.dtype)
+                weight.data[~mask.to(weight.device)] = values.to(weight.device, weight.dtype)
 
     return undo
 
 
 def _masked(mask: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda gradient: gradient * mask
+    return lambda gradient: gradient * mask.to(gradient.device)
 
 
 def _zero(held: Sequence[tuple[weakref.ref[Any], Tensor]]) -> None:
@@ -49,4 +53,4 @@ def _zero(held: Sequence[tuple[weakref.ref[Any], Tensor]]) -> None:
         for reference, mask in held:
             weight = reference()
             if weight is not None:
-                weight.mul_(mask)
+                weight.mul_(mask.to(weight.device))
