@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/cudnn_workspaces.py [--json FILE] [--stand-in]
 
-Each convolution runs forward and both ways back, and its workspace is the largest block that came and went in the call, by
-PyTorch's own memory history. About a minute. ``--stand-in`` tries the script itself where there is no GPU: nothing is
-measured. The exit code is 6 where there is no GPU.
+Each convolution runs forward and both ways back, and its workspace is the largest block that came and went in
+the call, by PyTorch's own memory history. About a minute. ``--stand-in`` tries the script itself where there is
+no GPU: nothing is measured. The exit code is 6 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from memfit.core.units import format_bytes
 
 SHAPES = (
     (3, 64, 224, 7), (3, 32, 224, 3), (16, 48, 43, 1), (32, 16, 43, 1), (64, 64, 86, 3), (64, 128, 43, 3),
-    (64, 256, 56, 1), (128, 128, 28, 3), (256, 64, 56, 1), (256, 256, 14, 3), (512, 512, 7, 3), (96, 96, 21, 5),
+    (64, 256, 56, 1), (128, 128, 28, 3), (256, 64, 56, 1), (256, 256, 14, 3), (512, 512, 7, 3),
+    (96, 96, 21, 5),
 )  # fmt: skip
 """Input and output channels, height and width, window."""
 BATCHES = (8, 64)

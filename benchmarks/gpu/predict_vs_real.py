@@ -2,10 +2,10 @@
 
     python benchmarks/gpu/predict_vs_real.py [--json FILE] [--only NAME …] [--stand-in]
 
-Ten small workloads run on the GPU and on a made-up one of the same model, both under PyTorch's own memory history. The
-table says how many allocations were the same in the same order, which allocations and frees only one side has, and the
-peaks. About five minutes. ``--stand-in`` tries the script itself where there is no GPU: both sides are made up, and
-nothing is measured. The exit code is 6 where there is no GPU.
+Ten small workloads run on the GPU and on a made-up one of the same model, both under PyTorch's own memory
+history. The table says how many allocations were the same in the same order, which allocations and frees only
+one side has, and the peaks. About five minutes. ``--stand-in`` tries the script itself where there is no GPU:
+both sides are made up, and nothing is measured. The exit code is 6 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Comparison:
         name: of the workload.
         allocations: of the real side.
         same: of them, those that the dry run has in the same order.
-        only_real, only_dry: sizes that one side has, with how often; those of frees are below zero. The order of
-            frees is not compared: autocast forgets its copies in an order that no two runs share.
+        only_real, only_dry: sizes that one side has, with how often; those of frees are below zero.
+            The order of frees is not compared: autocast forgets its copies in an order that no two runs share.
         real_peaks, dry_peaks: bytes, by `PEAKS`.
         torch: version of the real side.
     """
@@ -101,7 +101,8 @@ def run_both(name: str, gpu: GPU, stand_in: bool) -> Comparison:
 
 def table(found: Sequence[Comparison]) -> Iterator[str]:
     """Markdown, one line per workload."""
-    yield "| workload | allocations | same, in order | only on the GPU | only in the dry run | requested | reserved |"
+    heads = "workload | allocations | same, in order | only on the GPU | only in the dry run | requested | reserved"
+    yield f"| {heads} |"
     yield "|---|---|---|---|---|---|---|"
     for one in found:
         peaks = (_beside(one, peak) for peak in ("requested", "reserved"))

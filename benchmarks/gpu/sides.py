@@ -1,4 +1,4 @@
-"""The two sides of a comparison: this machine's GPU, and a made-up one of the same model. Each runs in a process."""
+"""The two sides of a comparison: this machine's GPU, and a made-up one of the same model, a process each."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
     python benchmarks/gpu/small_steps.py NAME FILE
 
-writes the events of two steps (signed sizes of allocations and frees) and the peaks as JSON. Needs PyTorch alone.
+writes the events of two steps (signed sizes of allocations and frees) and the peaks as JSON. Needs PyTorch
+alone.
 """
 
 from __future__ import annotations

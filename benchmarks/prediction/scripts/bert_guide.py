@@ -1,4 +1,4 @@
-"""One setting of the transformers performance guide of 2022: bert-large-uncased, sequences of 512, two classes.
+"""One setting of the transformers performance guide of 2022: bert-large-uncased, 512 tokens, two classes.
 
     bert_guide.py BATCH ACCUMULATED checkpoint|keep fp16|fp32 adamw|adafactor|adam8bit
 

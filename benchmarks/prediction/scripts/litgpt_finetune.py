@@ -1,4 +1,7 @@
-"""Fine-tuning a language model as LitGPT's scripts do, in bf16: ``litgpt_finetune.py '{"model": …, "method": …}'``."""
+"""Fine-tuning a language model as LitGPT's scripts do, in bf16.
+
+litgpt_finetune.py '{"model": …, "method": …}'
+"""
 
 from __future__ import annotations
 

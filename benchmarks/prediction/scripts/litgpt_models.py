@@ -1,4 +1,4 @@
-"""LitGPT's language models by the sizes in its public configurations, in plain PyTorch, with its fine-tuning methods."""
+"""LitGPT's language models by the sizes in its public configurations, with its fine-tuning methods."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _LARGE = (
     (80, 3, 184, 80, False, "HS", 1), (80, 3, 480, 112, True, "HS", 1), (112, 3, 672, 112, True, "HS", 1),
     (112, 5, 672, 160, True, "HS", 2), (160, 5, 960, 160, True, "HS", 1), (160, 5, 960, 160, True, "HS", 1),
 )  # fmt: skip
-"""Input, kernel, expanded and output channels, squeeze and excitation, activation, stride of MobileNetV3's blocks."""
+"""Of MobileNetV3's blocks: input, kernel, expanded and output channels, squeeze, activation, stride."""
 
 
 def vision_model(name: str) -> torch.nn.Module:

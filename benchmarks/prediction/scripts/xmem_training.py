@@ -2,9 +2,9 @@
 
     xmem_training.py vision|language MODEL OPTIMIZER BATCH start|backward
 
-The last word says when gradients are set to None: at the start of an iteration, or before backward. Language models
-see lines of wikitext-2, padded to the longest of a batch and cut at 128 tokens. Which lines is not recorded, and what
-the allocator reserves depends on it: the reading is the middle of several draws.
+The last word says when gradients are set to None: at the start of an iteration, or before backward. Language
+models see lines of wikitext-2, padded to the longest of a batch and cut at 128 tokens. Which lines is not
+recorded, and what the allocator reserves depends on it: the reading is the middle of several draws.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def _longest(batch: int, draws: random.Random) -> list[int]:
-    """The longest line of each batch, in tokens. Of wikitext-2's lines a third is empty, a sixth are headings, and
-    paragraphs have about 130 tokens: more or less, by a log-normal distribution."""
+    """The longest line of each batch, in tokens. Of wikitext-2's lines a third is empty, a sixth are headings,
+    and paragraphs have about 130 tokens: more or less, by a log-normal distribution."""
     return [max(1, min(MOST_TOKENS, max(_line(draws) for _ in range(batch)))) for _ in range(ITERATIONS)]
 
 

@@ -1,4 +1,4 @@
-"""The memory figures of the transformers performance guide of 2022: bert-large on a V100, by nvidia-smi's counter."""
+"""The transformers performance guide of 2022: bert-large on a V100, by nvidia-smi's counter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""xMem's released results: what nvidia-smi's counter gained while torchvision and transformers models trained."""
+"""xMem's released results: what nvidia-smi's counter gained while models trained."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ sys.path.append(str(SCRIPTS))  # the models' names are beside the script that bu
 
 MIB = 1 << 20
 NOTES = {
-    "MnasNet": "cause not known: more stayed in the allocator's cache than workspaces explain (the run with batch 323 "
-    "also went through when it was limited to 2,648 MiB)",
+    "MnasNet": "cause not known: more stayed in the allocator's cache than workspaces explain (the run with batch "
+    "323 also went through when it was limited to 2,648 MiB)",
     "MobeNetV3Small": "a small run: half of a convolution's workspace and the loaded kernels weigh 7 %",
     "VGG19": "the workspace of its second convolution may be anything up to 1.2 GB",
     "ConvNeXtTiny": "cause not known: backward reserves 280 MiB above forward here and did not there; xMem's "
     "simulation of the same allocator is as much too high",
-    "ConvNeXtBase": "called out of memory, and it was none: as ConvNeXtTiny, on a card that it nearly fills; the "
-    "figure is what was reserved by then",
+    "ConvNeXtBase": "called out of memory, and it was none: as ConvNeXtTiny, on a card that it nearly fills; "
+    "the figure is what was reserved by then",
 }
 _LENGTHS = "which lines were drawn is not recorded; the figure is the middle of five draws"
 _SHORTER = f"{_LENGTHS}; with one batch of 117 tokens among the four it is 4,058 MiB"
