@@ -82,6 +82,7 @@ CHILD_MODULES = {
     "memfit.planning.evaluate_generation",
     "memfit.planning.evaluate_sizes",
     "memfit.planning.generation_caches",
+    "memfit.planning.loss_scale",
     "memfit.planning.verify",
 }
 """Modules that only a process with torch loaded imports: the dry run's child, a worker's fork."""

@@ -68,6 +68,66 @@ def test_an_approximate_plan_has_its_error_stated() -> None:
     assert compare(tiny_models.cnn(), settings, "reordered").passed is False
 
 
+def test_what_changes_training_is_stated_not_failed() -> None:
+    verified = compare(
+        tiny_models.cnn(), [{"technique": "micro_batching", "micro_batches": 2}], "changes training"
+    )
+    assert verified.passed is None
+    assert not verified.bitwise
+    assert verified.differences
+    assert verified.reason is not None
+    assert "changes training by choice" in verified.reason
+
+
+class FaintChain(torch.nn.Module):
+    """Two products in a row whose gradients are about 1e-9: no numbers of fp16 unless the loss is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x.to(self.first.weight.dtype)))).float()
+
+
+def faint(factor: float, dtype: torch.dtype = torch.float32, **more: object) -> Workload:
+    return Workload(
+        name="faint",
+        model=lambda: FaintChain().to(dtype),
+        batch=lambda: torch.randn(4, 8),
+        loss=lambda model, x: model(x).square().mean() * factor,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+FAINT, STRONG = 1e-8, 2e3
+FP16: Settings = {"technique": "mixed_precision", "precision": "fp16"}
+
+
+@pytest.mark.parametrize("factor", [FAINT, STRONG])
+def test_fp16_is_verified_with_scaled_losses(factor: float) -> None:
+    """Gradients that would underflow without a scale, and such that overflow with the largest, are those of
+    fp32 but for fp16's rounding; plans that keep the order of sums are bitwise."""
+    truth, _ = module._run(faint(factor), module.Scale(text=""), (), 0, 1.0)
+    for workload, settings in (
+        (faint(factor, precision="fp16-autocast"), []),
+        (faint(factor, torch.float16), []),
+        (faint(factor), [FP16]),
+    ):
+        _, seen = module._run_both(workload, module.Scale(text=""), settings, 0)
+        for name in (name for name in truth if name.startswith("gradient")):
+            assert seen[name].dtype == torch.float32
+            torch.testing.assert_close(
+                seen[name], truth[name], rtol=0.02, atol=0.01 * float(truth[name].abs().max())
+            )
+    verified = compare(faint(factor), [FP16], "approximate")
+    assert verified.max_relative_error is not None
+    assert 0 < verified.max_relative_error < 0.01
+    recomputed: list[Settings] = [{"technique": "gradient_checkpointing", "blocks": {"first": []}}]
+    assert compare(faint(factor, precision="fp16-autocast"), recomputed, "exact").bitwise
+
+
 def test_a_workload_that_cannot_run_on_the_cpu_says_why() -> None:
     from memfit.capture.workloads import workload_reference
 

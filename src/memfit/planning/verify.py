@@ -5,7 +5,7 @@ Runs in a child process on the CPU, one thread, seeded; never on the made-up GPU
 Compared are the loss, every gradient and buffer and the random state after the first step, and every
 parameter and buffer after three optimizer steps. The workload is scaled down: its own small form where it has
 one; else its batch is cut to two samples when the model fits the host's memory; else one block of each kind
-that the plan treats differently is kept.
+that the plan treats differently is kept. Losses in fp16 are scaled, by a power of two that stays.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from memfit.core.exactness import Exactness
 from memfit.core.units import format_bytes
 from memfit.core.workload import Workload
 from memfit.planning.figures import Settings, Verified
+from memfit.planning.loss_scale import SCALES, scaled, steps_in_backward, with_scale
 from memfit.planning.plan import apply_settings, micro_batch_count, sample_count
 from memfit.techniques.blocks import find_block_chains
 
@@ -74,8 +75,7 @@ def compare(
     redraws = _redraws(techniques)
     with one_thread(), without_dropout() if redraws else nullcontext():
         scale = scale_for(workload, techniques)
-        plain = _run(workload, scale, (), seed)
-        planned = _run(workload, scale, techniques, seed)
+        plain, planned = _run_both(workload, scale, techniques, seed)
     differences = [name for name in (plain | planned) if not _same_bits(plain.get(name), planned.get(name))]
     error = largest_error(plain, planned) if differences else 0.0
     tolerance = 0.0 if exactness == "exact" else tolerance_of(workload, plain)
@@ -121,10 +121,25 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _run(
+def _run_both(
     workload: Workload, scale: Scale, techniques: Sequence[Settings], seed: int
-) -> dict[str, torch.Tensor]:
-    """All that is compared, by name, after running the steps with ``techniques`` applied."""
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """All that is compared of plain and planned steps; losses in fp16 have the largest scale that neither
+    overflows with."""
+    scales = SCALES[-1:] if steps_in_backward(techniques) else SCALES
+    for loss_scale in scales:
+        plain, plain_overflowed = _run(workload, scale, (), seed, loss_scale)
+        planned, planned_overflowed = _run(workload, scale, techniques, seed, loss_scale)
+        if not (plain_overflowed or planned_overflowed):
+            break
+    return plain, planned
+
+
+def _run(
+    workload: Workload, scale: Scale, techniques: Sequence[Settings], seed: int, loss_scale: float
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """All that is compared, by name, after running the steps with ``techniques`` applied; and whether a
+    scaled gradient overflowed."""
     losses: list[torch.Tensor] = []
     weights: list[float] = []
 
@@ -141,26 +156,29 @@ def _run(
         seed=seed,
     )
     scale_down(step, scale)
-    apply_settings(renamed_blocks(techniques, scale), step.model, step.optimizer)
+    settings = with_scale(renamed_blocks(techniques, scale), loss_scale)
+    apply_settings(settings, step.model, step.optimizer)
+    static = scaled(step, techniques, loss_scale)
     step.micro_batches = min(micro_batch_count(techniques), sample_count(step.batch))
     seen: dict[str, torch.Tensor] = {}
     for number in range(STEPS):
         losses.clear()
         weights.clear()
         step.forward_backward()
+        gradients = _gradients(step.model) if static is None else static.unscaled_gradients()
         seen[f"loss of step {number + 1}"] = _mean(losses, weights)
         if number == 0:
-            seen |= {
-                f"gradient of {n}": _copy(p.grad)
-                for n, p in step.model.named_parameters()
-                if p.grad is not None
-            }
+            seen |= {f"{_GRADIENT} {n}": gradient for n, gradient in gradients.items()}
             seen |= {f"buffer {n}": _copy(b) for n, b in step.model.named_buffers()}
             seen["random state"] = torch.get_rng_state()
         step.optimizer_step()
     seen |= {f"{_PARAMETER} {n} after {STEPS} steps": _copy(p) for n, p in step.model.named_parameters()}
     seen |= {f"buffer {n} after {STEPS} steps": _copy(b) for n, b in step.model.named_buffers()}
-    return seen
+    return seen, static is not None and static.overflowed
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: _copy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
 def _mean(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
