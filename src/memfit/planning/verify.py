@@ -165,9 +165,10 @@ def _run(
         losses.clear()
         weights.clear()
         step.forward_backward()
-        gradients = _gradients(step.model) if static is None else static.unscaled_gradients()
+        unscaled = {} if static is None else static.unscaled_gradients()
         seen[f"loss of step {number + 1}"] = _mean(losses, weights)
         if number == 0:
+            gradients = _gradients(step.model) if static is None else unscaled
             seen |= {f"{_GRADIENT} {n}": gradient for n, gradient in gradients.items()}
             seen |= {f"buffer {n}": _copy(b) for n, b in step.model.named_buffers()}
             seen["random state"] = torch.get_rng_state()
