@@ -3,8 +3,8 @@
     python benchmarks/gpu/cudnn_workspaces.py [--json FILE] [--stand-in]
 
 Each convolution runs forward and both ways back, and its workspace is the largest block that came and went in
-the call, by PyTorch's own memory history. About a minute. ``--stand-in`` tries the script itself where there is
-no GPU: nothing is measured. The exit code is 6 where there is no GPU.
+the call, by PyTorch's own memory history. About a minute. ``--stand-in`` tries the script itself where there
+is no GPU: nothing is measured. The exit code is 6 where there is no GPU.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class Comparison:
         allocations: of the real side.
         same: of them, those that the dry run has in the same order.
         only_real, only_dry: sizes that one side has, with how often; those of frees are below zero.
-            The order of frees is not compared: autocast forgets its copies in an order that no two runs share.
+            The order of frees is not compared: autocast forgets its copies in an order that no two runs
+            share.
         real_peaks, dry_peaks: bytes, by `PEAKS`.
         torch: version of the real side.
     """
@@ -101,7 +102,8 @@ def run_both(name: str, gpu: GPU, stand_in: bool) -> Comparison:
 
 def table(found: Sequence[Comparison]) -> Iterator[str]:
     """Markdown, one line per workload."""
-    heads = "workload | allocations | same, in order | only on the GPU | only in the dry run | requested | reserved"
+    heads = "workload | allocations | same, in order | only on the GPU | only in the dry run"
+    heads += " | requested | reserved"
     yield f"| {heads} |"
     yield "|---|---|---|---|---|---|---|"
     for one in found:

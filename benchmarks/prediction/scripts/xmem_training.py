@@ -87,8 +87,8 @@ def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def _longest(batch: int, draws: random.Random) -> list[int]:
-    """The longest line of each batch, in tokens. Of wikitext-2's lines a third is empty, a sixth are headings,
-    and paragraphs have about 130 tokens: more or less, by a log-normal distribution."""
+    """The longest line of each batch, in tokens. Of wikitext-2's lines a third is empty, a sixth are
+    headings, and paragraphs have about 130 tokens: more or less, by a log-normal distribution."""
     return [max(1, min(MOST_TOKENS, max(_line(draws) for _ in range(batch)))) for _ in range(ITERATIONS)]
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from prediction.case import Case, RowsFile, Source
 
 MODELS = frozenset(
-    """phi-1.5 phi-2 phi-3-mini-4k stablelm-3b stablelm-base-alpha-3b falcon-7b llama2-7b llama-2-7b llama2-13b
-    llama-3-8b llama-3.1-8b llama-3.2-1B llama-3.2-3B mistral-7b mistral-7b-v0.2 tiny-llama gemma-2b gemma-7b gemma-2-2b
-    gemma-2-9b""".split()
+    """phi-1.5 phi-2 phi-3-mini-4k stablelm-3b stablelm-base-alpha-3b falcon-7b llama2-7b llama-2-7b
+    llama2-13b llama-3-8b llama-3.1-8b llama-3.2-1B llama-3.2-3B mistral-7b mistral-7b-v0.2 tiny-llama gemma-2b
+    gemma-7b
+    gemma-2-2b gemma-2-9b""".split()
 )
 EVERYWHERE: Mapping[str, int] = {
     "gemma-2b": 8,
@@ -22,8 +23,8 @@ EVERYWHERE: Mapping[str, int] = {
     "phi-3-mini-4k": 8,
     "tiny-llama": 32,
 }
-"""Recipes with LoRA in all linear layers and the head, and its rank; the others have it in queries and values,
-with rank 32."""
+"""Recipes with LoRA in all linear layers and the head, and its rank; the others have it in queries and
+values, with rank 32."""
 _NOT_ONE_GPU = (
     "weights, gradients and AdamW's states alone are 30 GB in bf16: the row cannot be of one GPU of 24 GB"
 )

@@ -13,8 +13,8 @@ sys.path.append(str(SCRIPTS))  # the models' names are beside the script that bu
 
 MIB = 1 << 20
 NOTES = {
-    "MnasNet": "cause not known: more stayed in the allocator's cache than workspaces explain (the run with batch "
-    "323 also went through when it was limited to 2,648 MiB)",
+    "MnasNet": "cause not known: more stayed in the allocator's cache than workspaces explain (the run with "
+    "batch 323 also went through when it was limited to 2,648 MiB)",
     "MobeNetV3Small": "a small run: half of a convolution's workspace and the loaded kernels weigh 7 %",
     "VGG19": "the workspace of its second convolution may be anything up to 1.2 GB",
     "ConvNeXtTiny": "cause not known: backward reserves 280 MiB above forward here and did not there; xMem's "
