@@ -10,9 +10,8 @@ from prediction.case import Case, RowsFile, Source
 
 MODELS = frozenset(
     """phi-1.5 phi-2 phi-3-mini-4k stablelm-3b stablelm-base-alpha-3b falcon-7b llama2-7b llama-2-7b
-    llama2-13b llama-3-8b llama-3.1-8b llama-3.2-1B llama-3.2-3B mistral-7b mistral-7b-v0.2 tiny-llama gemma-2b
-    gemma-7b
-    gemma-2-2b gemma-2-9b""".split()
+    llama2-13b llama-3-8b llama-3.1-8b llama-3.2-1B llama-3.2-3B mistral-7b mistral-7b-v0.2 tiny-llama
+    gemma-2b gemma-7b gemma-2-2b gemma-2-9b""".split()
 )
 EVERYWHERE: Mapping[str, int] = {
     "gemma-2b": 8,
