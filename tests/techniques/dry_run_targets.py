@@ -191,6 +191,23 @@ class OffloadSteps:
             "devices": sorted(devices),
         }
 
+    def norms(self) -> list[str]:
+        """Blocks with norms and pruned weights whose parameters live on the host: devices after two steps."""
+        from memfit.techniques import ParameterOffload, Pruning
+
+        blocks = [torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)) for _ in range(3)]
+        model = torch.nn.Sequential(*blocks).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        Pruning().apply(model, optimizer)
+        ParameterOffload().apply(model)
+        for _ in range(2):
+            model(torch.zeros(8, 64, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        devices = {p.device.type for p in model.parameters()}
+        undo_all(model)
+        return sorted(devices) + sorted({p.device.type for p in model.parameters()})
+
 
 class _WatchedStreams:
     """Notes each wait and each copy: ``("wait", stream, stream of the event)``, ``("copy", stream, "")``."""

@@ -284,6 +284,12 @@ def _settings(technique: Any) -> dict[str, Any]:
 
 
 @pytest.mark.dryrun
+def test_norms_and_pruned_weights_come_and_go_on_a_gpu(steps: Any) -> None:
+    """A norm saves its parameter itself, not a view of it; masks are where the weights were."""
+    assert steps.call("norms") == ["cpu", "cuda"]
+
+
+@pytest.mark.dryrun
 def test_on_a_gpu_the_peak_falls_and_only_pairs_wait(steps: Any) -> None:
     """12 blocks of 1024, a batch of 4096: each saves two of 16 MiB (its input is the output before it)."""
     plain = steps.call("measure", techniques=[])["peak_bytes"]

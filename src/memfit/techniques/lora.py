@@ -371,6 +371,7 @@ def _refuse_unfit(lora: LoRA, model: nn.Module) -> None:
             "optimizer_in_backward",
             "offloaded_optimizer_state",
             "low_memory_optimizer",
+            "parameter_offload",
         ) or (technique.name == "mixed_precision"):
             raise UsageError(
                 f"{lora.name} changes which parameters train, which {technique.name} has looked at already; "

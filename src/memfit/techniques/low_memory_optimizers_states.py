@@ -188,8 +188,8 @@ def _raised_buffer(state: Mapping[str, Any], number: int) -> Tensor:
     from bitsandbytes.functional import dequantize_blockwise
 
     buffer: Tensor = state[f"state{number}"]
-    if buffer.dtype == torch.float32:
-        return buffer
+    if f"absmax{number}" not in state:  # small tensors' states are not quantized
+        return buffer.float()
     raised: Tensor = dequantize_blockwise(
         buffer, absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=_BLOCK
     )

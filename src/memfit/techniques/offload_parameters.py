@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from memfit.core.errors import UsageError
 from memfit.core.exactness import Exactness
 from memfit.core.units import format_bytes
-from memfit.techniques.base import Technique, Undo, refuse_second
+from memfit.techniques.base import Technique, Undo, applied_techniques, refuse_second
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,6 +94,11 @@ class ParameterOffload(Technique):
 
         refuse_second(model, ParameterOffload)
         refuse_combination(model, self)
+        if any(technique.name == "optimizer_in_backward" for technique in applied_techniques(model)):
+            raise UsageError(
+                f"{self.name}: optimizer_in_backward would step before the gradients go to the host; apply "
+                f"{self.name} first"
+            )
         blocks = chosen_blocks(model, self.blocks)
         for name, block in blocks:
             if "forward" in vars(block):

@@ -259,7 +259,8 @@ class _Hooks:
         self._around = around if around is not None else (AsItIs, AsItIs.tensor)
 
     def pack(self, tensor: Tensor) -> Any:
-        number = self._places.get(tensor.untyped_storage()._cdata) if type(tensor) is Tensor else None
+        plain = type(tensor) in (Tensor, nn.Parameter)  # norms save the parameter, linear layers a view of it
+        number = self._places.get(tensor.untyped_storage()._cdata) if plain else None
         return self._around[0](tensor) if number is None else _OfParameter(self._car, number, tensor)
 
     def unpack(self, saved: Any) -> Tensor:
