@@ -1,15 +1,13 @@
 """memfit: know, plan and prove the GPU memory of a PyTorch job before a GPU is rented.
 
 Everything that users type imports from here, and nothing is loaded before it is used: ``import memfit``
-imports neither torch nor any part of memfit, but for its version.
+imports neither torch nor any part of memfit.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
     from memfit.allocators import BaseAllocator
@@ -89,7 +87,7 @@ if TYPE_CHECKING:
     from memfit.techniques.tuning import tune
     from memfit.techniques.tuning_result import TuningResult
 
-__version__ = VERSION
+__version__ = "0.1.0"
 
 __all__ = [
     "GPU",

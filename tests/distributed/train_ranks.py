@@ -85,8 +85,8 @@ def main(config: Config) -> list[str]:
     ft.protect(model, optimizer, scheduler=scheduler, data=order)
     with (out / f"losses-{rank}.txt").open("a", buffering=1) as losses:
         for step in ft.steps(config.steps):
-            if config.full_disk and step == config.full_disk[0]:
-                ft.wait()  # the save before has room yet
+            if config.full_disk and step in config.full_disk:
+                ft.wait()  # the save before has room yet; the one that has none has failed by then
             provoke(config, step, rank)
             time.sleep(config.step_seconds)
             chosen = order.indices(step)

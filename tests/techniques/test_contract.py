@@ -151,8 +151,13 @@ def _pairs() -> list[tuple[str, str]]:
     return [(c, v) for c, v in itertools.product(CASES, VARIANTS) if _fits(CASES[c], VARIANTS[v])]
 
 
+def own_techniques() -> set[str]:
+    """Those of memfit: other tests of the same process may have added theirs to the table."""
+    return {name for name, kind in TECHNIQUES.items() if kind.__module__.startswith("memfit.")}
+
+
 def test_the_variants_cover_the_table() -> None:
-    assert {variant.name for variant in VARIANTS.values()} == set(TECHNIQUES)
+    assert {variant.name for variant in VARIANTS.values()} == own_techniques()
 
 
 @pytest.mark.parametrize(("case", "variant"), _pairs())

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memfit import __version__
 from memfit.core.errors import CannotRunHere
-from memfit.core.version import VERSION
 from memfit.monitor.engine import Status
 from memfit.monitor.metrics import METRICS, PREFIX, STEP_PEAK_BUCKETS, Metric
 from memfit.monitor.quantities import untracked_bytes
@@ -152,7 +152,7 @@ def _rows(status: Status, process_labels: bool, now: float) -> Iterator[Row]:
             yield "rank_imbalance_ratio", {"job": quantity.subject}, quantity.value
     yield from _of_alerts(status)
     yield from _of_host(status)
-    yield "exporter_build", {"version": VERSION}, 1
+    yield "exporter_build", {"version": __version__}, 1
     yield "exporter_sample_age_seconds", {}, max(0.0, now - sample.time_seconds)
     yield "exporter_poll_duration_seconds", {}, status.poll_seconds
     yield "exporter_errors", {}, status.errors

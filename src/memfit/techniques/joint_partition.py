@@ -8,10 +8,13 @@ checkpointing already says what is kept, one without a backward), PyTorch's choi
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +25,6 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from memfit.capture.costs import LAUNCH_SECONDS, op_class, roofline_seconds
 from memfit.capture.graph import Op
 from memfit.core.devices import GPU, find_gpu
-from memfit.core.version import VERSION
 from memfit.techniques.joint_replay import FUSED_CLASSES, JointStep, Replay, replay
 from memfit.techniques.joint_solver import Cut, choose, keep_all, least
 from memfit.techniques.joint_step import ReadJoint, read_joint
@@ -35,6 +37,15 @@ KNOWN_BUDGETS = (0.75, 0.5, 0.25, 0.1)
 """PyTorch's cuts that a cut for a peak is held against: it is no worse than the best of those that fit."""
 
 _LOCK = threading.RLock()
+
+
+@cache
+def _sources() -> str:
+    """Of the code that makes cuts: what another version of it cached is not taken."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("joint_*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +104,7 @@ class PeakPartitioner(CustomPartitionerFn):
         observed."""
         if _OBSERVATIONS:
             return None
-        return f"memfit-{VERSION}-{self.peak}-{self.gpu}-{self.fused}"
+        return f"memfit-{_sources()}-{self.peak}-{self.gpu}-{self.fused}"
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
