@@ -97,15 +97,14 @@ def workload() -> Workload:
 
 def table(climbed: Ladder) -> str:
     """The ladder as a Markdown table; sizes in MiB, times in ms."""
-    lines = [
-        f"| rung ({climbed.device_name}) | requested | reserved | to rung before | to plain | alone | step | "
-        "loss | to plain |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    trained = ["loss", "to plain"] if climbed.rungs[0].quality is not None else []
+    heads = [f"rung ({climbed.device_name})", "requested", "reserved", "to rung before", "to plain", "alone"]
+    heads += ["step", *trained]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     plain = climbed.rungs[0]
     for rung in climbed.rungs:
         if rung.skipped is not None:
-            lines.append(f"| {rung.name} | – | | | | | | | {rung.skipped} |")
+            lines.append(f"| {rung.name} | – {'| ' * (len(heads) - 3)}| {rung.skipped} |")
             continue
         before = climbed.before(rung) or rung
         cells = [

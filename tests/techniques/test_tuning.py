@@ -105,6 +105,17 @@ def test_the_budget_of_seconds_is_kept() -> None:
     assert alone.best == alone.plain and alone.speedup == 1.0 and len(alone.measurements) == 1
 
 
+def test_a_machine_that_grows_faster_is_no_gain_of_the_settings() -> None:
+    """Each step is quicker than the one before, whatever is set: the last comparison, in turns, tells."""
+    machine = _Machine()
+    machine._pass = lambda seconds: setattr(machine, "now", machine.now + 1 / (1 + machine.now))  # type: ignore
+    found = _tuned(machine, batch_sizes=(), micro_batches=(2,), least_gain=0.1)
+    assert found.speedup < 1.3
+    first = next(row for row in found.measurements if row.settings == found.plain)
+    best = next(row for row in found.measurements if row.settings == found.best)
+    assert first.step_seconds[0] > 1.5 * best.step_seconds[-1]
+
+
 def test_the_same_measurements_give_the_same_choice() -> None:
     rows = [
         TuningMeasurement(settings=TunedSettings(batch_size=10, micro_batches=n), step_seconds=(s, s, 9.0))

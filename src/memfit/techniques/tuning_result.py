@@ -63,7 +63,8 @@ class TuningResult:
     Attributes:
         best: the settings that it ended with.
         plain: the settings that it began with.
-        measurements: everything that was run, in order; one entry for each setting.
+        measurements: what was run in the search, in order; one entry for each setting.
+        compared: the plain settings, and the best where they are others, as they ran in turns in the end.
         left_out: settings that the budget of seconds did not reach.
         device: where the steps ran.
         seconds: how long it all took.
@@ -73,6 +74,7 @@ class TuningResult:
     best: TunedSettings
     plain: TunedSettings
     measurements: tuple[TuningMeasurement, ...]
+    compared: tuple[TuningMeasurement, ...]
     left_out: tuple[TunedSettings, ...]
     device: str
     seconds: float
@@ -80,8 +82,8 @@ class TuningResult:
 
     @property
     def speedup(self) -> float:
-        """How many times as many samples a second as with the plain settings."""
-        times = {row.settings: row.seconds_per_sample for row in self.measurements}
+        """How many times as many samples a second as with the plain settings, run in turns with them."""
+        times = {row.settings: row.seconds_per_sample for row in self.compared}
         plain, best = times[self.plain], times[self.best]
         assert plain is not None and best is not None, "both were run"
         return plain / best
@@ -104,21 +106,13 @@ class TuningResult:
 
     def to_json(self) -> dict[str, Any]:
         """The record: everything that was measured, and the choice."""
-        rows = [
-            {
-                "settings": asdict(row.settings),
-                "step_seconds": list(row.step_seconds),
-                "seconds_per_sample": row.seconds_per_sample,
-                "failed": row.failed,
-            }
-            for row in self.measurements
-        ]
         return {
             "schema_version": SCHEMA_VERSION,
             "best": asdict(self.best),
             "plain": asdict(self.plain),
             "speedup": self.speedup,
-            "measurements": rows,
+            "measurements": [_row_json(row) for row in self.measurements],
+            "compared": [_row_json(row) for row in self.compared],
             "left_out": [asdict(settings) for settings in self.left_out],
             "device": self.device,
             "seconds": self.seconds,
@@ -137,6 +131,15 @@ class TuningResult:
             rows.append(f" {mark} {row.settings}: {text}")
         rows += [f"   {settings}: not reached within the seconds given" for settings in self.left_out]
         return "\n".join([*rows, *self.notes])
+
+
+def _row_json(row: TuningMeasurement) -> dict[str, Any]:
+    return {
+        "settings": asdict(row.settings),
+        "step_seconds": list(row.step_seconds),
+        "seconds_per_sample": row.seconds_per_sample,
+        "failed": row.failed,
+    }
 
 
 def faster(
