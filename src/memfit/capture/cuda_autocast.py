@@ -51,8 +51,8 @@ REFUSED = frozenset({"binary_cross_entropy"})
 
 @functools.cache
 def autocast_operators() -> tuple[str, ...]:
-    """Operators (with overload) for which PyTorch has a CUDA autocast kernel: those of this build, and those that
-    only builds for CUDA have."""
+    """Operators (with overload) for which PyTorch has a CUDA autocast kernel: those of this build, and
+    those that only builds for CUDA have."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     found = (name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"))
     return tuple(sorted({name.removeprefix("aten::") for name in found} | HALF))
