@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from memfit.core.errors import UsageError
 from memfit.techniques import (
-    CompiledPartition,
     LoRA,
     OptimizerInBackward,
     Technique,
