@@ -28,7 +28,7 @@ from memfit.analysis.ladder_values import PLAIN, Ladder, Quality, Rung
 from memfit.capture.costs import step_seconds
 from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import CannotRunHere, MemfitError, UsageError
-from memfit.core.exactness import EXACTNESS_ORDER, Exactness
+from memfit.core.exactness import Exactness, checked_grade
 from memfit.planning.figures import Settings
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def ladder(
     """
     if device not in DEVICES:
         raise UsageError(f"device {device!r}: use one of {', '.join(DEVICES)}")
-    if allow not in EXACTNESS_ORDER:
-        raise UsageError(f"allow={allow!r}: use one of {', '.join(EXACTNESS_ORDER)}")
+    checked_grade(allow)
     for name, value in (("steps", steps), ("seeds", seeds)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")

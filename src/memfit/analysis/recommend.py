@@ -20,7 +20,7 @@ from memfit.capture.costs import op_seconds
 from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
 from memfit.core.errors import MemfitError, UsageError
-from memfit.core.exactness import EXACTNESS_ORDER, Exactness, allowed, weakest
+from memfit.core.exactness import EXACTNESS_ORDER, Exactness, allowed, checked_grade, weakest
 from memfit.core.units import format_bytes
 from memfit.planning.bench import Peaks
 from memfit.planning.figures import Settings, StepFigures
@@ -65,8 +65,7 @@ class OptimizationRecommender:
         engine: Engine = "auto",
         techniques: Mapping[str, Any] | None = None,
     ) -> None:
-        if allow not in EXACTNESS_ORDER:
-            raise UsageError(f"allow={allow!r}: use one of {', '.join(EXACTNESS_ORDER)}")
+        checked_grade(allow)
         self.subject = Subject.of(workload, gpu=gpu, budget=budget)
         if self.subject.workload is None:
             raise UsageError("recommendations are tried on the step itself: give a Workload, or its text")

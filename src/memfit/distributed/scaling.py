@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import MemfitError, UsageError
-from memfit.core.exactness import EXACTNESS_ORDER, Exactness
+from memfit.core.exactness import Exactness, checked_grade
 from memfit.distributed.scaling_plans import Planner
 from memfit.distributed.scaling_values import Batch, PlanName, ScaleCase, ScaleResult, best_of
 from memfit.distributed.strategies import DEFAULT_NAMES, Strategy, strategies_for
@@ -100,7 +100,7 @@ def scale(
         names=tuple(strategies),
         plans=_checked_plans(plans),
         whole_batch=_checked_batch(batch) == "whole",
-        allow=_checked_grade(allow),
+        allow=checked_grade(allow),
         link_bytes_per_second=link_bytes_per_second,
         seed=seed,
     )
@@ -361,9 +361,3 @@ def _checked_batch(batch: str) -> str:
     if batch not in get_args(Batch):
         raise UsageError(f"batch={batch!r}: use {' or '.join(get_args(Batch))}")
     return batch
-
-
-def _checked_grade(allow: Exactness) -> Exactness:
-    if allow not in EXACTNESS_ORDER:
-        raise UsageError(f"allow={allow!r}: use one of {', '.join(EXACTNESS_ORDER)}")
-    return allow

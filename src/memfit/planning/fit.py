@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import ToolFailure, UsageError
-from memfit.core.exactness import EXACTNESS_ORDER, Exactness
+from memfit.core.exactness import Exactness, checked_grade
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.dryrun.result import DryRunResult
 from memfit.dryrun.worker import Worker
@@ -54,8 +54,7 @@ def fit(
     started = time.perf_counter()
     device = find_gpu(gpu) if isinstance(gpu, str) else gpu
     budget_bytes = checked_budget(budget, device)
-    if allow not in EXACTNESS_ORDER:
-        raise UsageError(f"allow={allow!r}: use one of {', '.join(EXACTNESS_ORDER)}")
+    checked_grade(allow)
     show = progress or no_progress
     reference, spec = workload_and_spec(workload)
     folder = Path(traces) if traces is not None else Path(tempfile.mkdtemp(prefix="memfit-"))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import UsageError
-from memfit.core.exactness import EXACTNESS_ORDER, Exactness
+from memfit.core.exactness import Exactness, checked_grade
 from memfit.core.units import format_bytes
 from memfit.planning.bench import ModelFacts, Peaks
 from memfit.planning.explore import Progress
@@ -255,8 +255,7 @@ class SizeSearch:
 def lean_ways(facts: ModelFacts, allow: Exactness) -> list[tuple[Settings, ...]]:
     """The ways of training that need least: every block recomputed under each lever, most levers first; then
     all but the last block; then plain."""
-    if allow not in EXACTNESS_ORDER:
-        raise UsageError(f"allow={allow!r}: use one of {', '.join(EXACTNESS_ORDER)}")
+    checked_grade(allow)
     found = levers(
         allow,
         samples=1,

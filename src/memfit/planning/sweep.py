@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.core.devices import GPU, find_gpu
 from memfit.core.errors import UsageError
-from memfit.core.exactness import EXACTNESS_ORDER, Exactness
+from memfit.core.exactness import Exactness, checked_grade
 from memfit.planning.bench import Bench, Oracle, Try, by_seconds
 from memfit.planning.bound import lower_bounds
 from memfit.planning.explore import Explorer, Progress
@@ -139,8 +139,7 @@ def sweep(
     device = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if points < 2:
         raise UsageError(f"a sweep of {points} budgets draws nothing: use 2 or more")
-    if allow not in EXACTNESS_ORDER:
-        raise UsageError(f"allow={allow!r}: use one of {', '.join(EXACTNESS_ORDER)}")
+    checked_grade(allow)
     reference, spec = workload_and_spec(workload)
     with (
         tempfile.TemporaryDirectory(prefix="memfit-") as folder,
