@@ -10,33 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from memfit.capture.graph import Op, StepGraph
 from memfit.planning.layout import Layout
 from memfit.planning.problem import Option, pareto_options
+from memfit.techniques.operation_kinds import HEAVY, kind_of
 
-KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        "mm": "linear",
-        "addmm": "linear",
-        "_scaled_mm": "linear",
-        "_int_mm": "linear",
-        "_addmm_activation": "linear",
-        "_scaled_dot_product_flash_attention": "attention",
-        "_scaled_dot_product_efficient_attention": "attention",
-        "_scaled_dot_product_cudnn_attention": "attention",
-        "_scaled_dot_product_fused_attention_overrideable": "attention",
-        "_scaled_dot_product_flash_attention_for_cpu": "attention",
-        "_flash_attention_forward": "attention",
-        "_efficient_attention_forward": "attention",
-        "convolution": "convolution",
-        "_convolution": "convolution",
-        "cudnn_convolution": "convolution",
-    }
-)
+KINDS = kind_of(HEAVY)
 """Operators worth keeping, by name, and what the checkpointing technique calls their kind."""
 _SOFTMAXES = ("_softmax", "_safe_softmax")
 _PRODUCTS = ("bmm", "baddbmm")

@@ -8,30 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from types import MappingProxyType
 
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    "linear": ("mm", "addmm", "_scaled_mm", "_int_mm", "_addmm_activation"),
-    "attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    ),
-    "convolution": ("convolution", "_convolution", "cudnn_convolution"),
-    "batch_norm": (
-        "native_batch_norm",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-        "_batch_norm_with_update",
-        "_native_batch_norm_legit",
-    ),
-}
-_KIND_OF: Mapping[str, str] = MappingProxyType(
-    {base: kind for kind, bases in _KINDS.items() for base in bases}
+from memfit.techniques.operation_kinds import HEAVY, kind_of
+
+_KIND_OF = kind_of(
+    {
+        **HEAVY,
+        "batch_norm": (
+            "native_batch_norm",
+            "cudnn_batch_norm",
+            "miopen_batch_norm",
+            "_batch_norm_with_update",
+            "_native_batch_norm_legit",
+        ),
+    }
 )
 
 

@@ -23,22 +23,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from memfit.core.errors import UsageError
+from memfit.techniques.operation_kinds import HEAVY
 from memfit.techniques.saved_operations import KINDS, SavedOperations
 
 aten = torch.ops.aten
 
 _OPERATIONS: Mapping[str, tuple[str, ...]] = {
-    "linear": ("mm", "addmm", "_scaled_mm", "_int_mm", "_addmm_activation"),
-    "attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    ),
-    "convolution": ("convolution", "_convolution", "cudnn_convolution"),
+    **HEAVY,
     "normalization": (
         "native_layer_norm",
         "native_group_norm",
