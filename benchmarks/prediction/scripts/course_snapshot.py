@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from course_model import AdamW, Transformer, cross_entropy
-from reading import DEVICE, tell
+from reading import DEVICE, recorded_sizes, tell
 
 BATCH, VOCABULARY, WARM_UP = 4, 10000, 5
 
@@ -37,7 +37,7 @@ def main() -> None:
     tell(
         statistics["requested_bytes.all.peak"],
         reserved=statistics["reserved_bytes.all.current"],
-        allocations=_recorded_sizes(),
+        allocations=recorded_sizes(),
     )
 
 
@@ -80,14 +80,6 @@ def _start_recording() -> None:
     torch.cuda.reset_peak_memory_stats()
     if DEVICE == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=1000000, context=None)
-
-
-def _recorded_sizes() -> list[int]:
-    """What was allocated since then, in order."""
-    if DEVICE != "cuda":
-        return []
-    events = torch.cuda.memory._snapshot()["device_traces"][0]
-    return [event["size"] for event in events if event["action"] == "alloc"]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import json
 import os
 from typing import Any
 
+import torch
+
 DEVICE = os.environ.get("MEMFIT_PREDICTION_DEVICE", "cuda")
 """``cuda`` in a dry run and on a GPU, ``meta`` under the portable engine."""
 
@@ -19,3 +21,11 @@ def keep(told: dict[str, Any]) -> None:
     """In a file, which a dry run keeps apart from the user's."""
     with open("memfit-prediction-reading.json", "w", encoding="utf-8") as file:
         json.dump(told, file)
+
+
+def recorded_sizes() -> list[int]:
+    """What was allocated since PyTorch's history began, in order; nothing where there is no such history."""
+    if DEVICE != "cuda":
+        return []
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    return [event["size"] for event in events if event["action"] == "alloc"]

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 import torchvision
-from reading import DEVICE, tell
+from reading import DEVICE, recorded_sizes, tell
 
 STEPS = 3
 
@@ -28,19 +28,11 @@ def main() -> None:
         labels = torch.randint(1000, (options.batch,)).to(DEVICE)
         outputs = model(images)
         loss = criterion(outputs, labels)
-        forward = len(_recorded_sizes())
+        forward = len(recorded_sizes())
         optimizer.zero_grad(set_to_none=False)
         loss.backward()
         optimizer.step()
-    tell(torch.cuda.max_memory_allocated() - before, forward=_recorded_sizes()[:forward])
-
-
-def _recorded_sizes() -> list[int]:
-    """What was allocated since recording began, in order."""
-    if DEVICE != "cuda":
-        return []
-    events = torch.cuda.memory._snapshot()["device_traces"][0]
-    return [event["size"] for event in events if event["action"] == "alloc"]
+    tell(torch.cuda.max_memory_allocated() - before, forward=recorded_sizes()[:forward])
 
 
 if __name__ == "__main__":
