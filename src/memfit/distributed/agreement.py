@@ -12,6 +12,7 @@ from torch import nn
 from memfit.core.errors import UsageError
 from memfit.distributed import groups
 from memfit.distributed.strategies import strategy_named
+from memfit.distributed.whole import whole_gradients, whole_parameters
 from memfit.distributed.wrapping import MakeOptimizer, wrap
 from memfit.planning.plan import Plan
 
@@ -112,21 +113,9 @@ def _trained(
         optimizer.zero_grad()
         loss(model, batch.to(groups.own_device())).backward()
         if number == 0:
-            grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            seen |= {f"gradient of {_plain(n)}": _whole(grad) for n, grad in grads.items()}
+            seen |= {f"gradient of {name}": grad for name, grad in whole_gradients(model).items()}
         optimizer.step()
-    return seen | {f"parameter {_plain(n)}": _whole(p) for n, p in model.named_parameters()}
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("module.")
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone().cpu()
+    return seen | {f"parameter {name}": value for name, value in whole_parameters(model).items()}
 
 
 def _agreement(

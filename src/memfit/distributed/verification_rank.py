@@ -24,6 +24,7 @@ from memfit.distributed import groups
 from memfit.distributed.fingerprints import fingerprints
 from memfit.distributed.rank_step import quiet, share_of
 from memfit.distributed.strategies import Strategy, strategy_named
+from memfit.distributed.whole import whole_gradients, whole_parameters
 from memfit.distributed.wrapping import wrap_by_settings
 from memfit.planning.plan import micro_batch_count, sample_count
 from memfit.planning.verify import (
@@ -170,24 +171,10 @@ def _steps(step: TrainingStep) -> Seen:
     for number in range(STEPS):
         step.forward_backward()
         if number == 0:
-            grads = {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
-            seen |= {f"gradient of {_plain(name)}": _whole(grad) for name, grad in grads.items()}
+            seen |= {f"gradient of {name}": grad for name, grad in whole_gradients(step.model).items()}
         step.optimizer_step()
-    seen |= {
-        f"parameter {_plain(n)} after {STEPS} steps": _whole(p) for n, p in step.model.named_parameters()
-    }
-    return seen
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("module.")
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+    after = whole_parameters(step.model)
+    return seen | {f"parameter {name} after {STEPS} steps": value for name, value in after.items()}
 
 
 def _differing(one: Seen, many: Seen, tolerance: float) -> list[str]:
