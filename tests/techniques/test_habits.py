@@ -12,7 +12,7 @@ import pytest
 import torch
 from technique_models import GPT
 from test_contract import VARIANTS
-from test_pairs import EACH, SLOW, Everything, _batch, _loss
+from test_pairs import EACH, NAMES, SLOW, Everything, _batch, _loss
 from torch import Tensor, nn
 
 from memfit.core.errors import UsageError
@@ -23,6 +23,7 @@ from memfit.techniques import (
     mixed_precision_of,
     undo,
 )
+from memfit.techniques.replaced_forward import ReplacedForward
 
 FROZEN_INPUT = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 """PyTorch's words where a block's input needs no gradient, as under adapters."""
@@ -147,6 +148,20 @@ def test_hooks_run_once_and_nothing_is_held_when_the_model_is_dropped(name: str)
     del model, optimizer, scheduler, technique
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_forward_put_on_top_is_told_with_the_technique_below(name: str) -> None:
+    model, _, technique = _applied(name)
+    replaced = [m for m in model.modules() if isinstance(vars(m).get("forward"), ReplacedForward)]
+    if not replaced:
+        assert undo(model) is technique
+        return
+    for module in replaced:
+        module.forward = lambda *args, **kwargs: None
+    with pytest.raises(UsageError, match="take that replacement back first") as refused:
+        undo(model)
+    assert technique.name in str(refused.value).replace(" ", "_")
 
 
 def test_steps_in_the_backward_pass_notice_that_gradients_come_back(one_process_group: None) -> None:

@@ -190,7 +190,7 @@ def test_copies_to_the_host_and_back_wait_for_what_they_must(ahead: int) -> None
     model = _net()
     plain = _gradients(model, 2)
     keeper = ToHost(64, ahead)
-    take_back = keep_in_blocks(list(model.named_children()), keeper)
+    take_back = keep_in_blocks(list(model.named_children()), keeper, "a keeper")
     for _ in range(2):
         assert _same(plain, _gradients(model, 2))
     assert keeper.pool.slab_count == 1

@@ -105,7 +105,7 @@ class AttentionBackend(Technique):
             (m, AttentionForward(m, vars(m).get("forward"), self.backend, self.fallback, self.pad_heads_to))
             for m in {id(m): m for m in owners}.values()
         ]
-        return set_forwards(forwards)
+        return set_forwards(forwards, self.name)
 
 
 def _blocks(root: nn.Module) -> list[nn.Module]:

@@ -115,9 +115,8 @@ class CompiledPartition(Technique):
         refuse_second(model, CompiledPartition)
         parts = {id(part): part for part in self._parts(bare_model(model))}.values()
         compiler = Compiler(self)
-        return set_forwards(
-            (part, CompiledForward(part, self, vars(part).get("forward"), compiler)) for part in parts
-        )
+        forwards = [(p, CompiledForward(p, self, vars(p).get("forward"), compiler)) for p in parts]
+        return set_forwards(forwards, self.name)
 
     def _parts(self, root: nn.Module) -> list[nn.Module]:
         from memfit.techniques.blocks import block_names, get_block

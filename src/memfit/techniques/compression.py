@@ -262,7 +262,7 @@ class MemoryCompression(Technique):
 
         refuse_second(model, MemoryCompression)
         refuse_combination(model, self)
-        return keep_in_blocks(chosen_blocks(model, self.blocks), ActivationPacker(self))
+        return keep_in_blocks(chosen_blocks(model, self.blocks), ActivationPacker(self), self.name)
 
     def report(self) -> CompressionReport:
         """What these settings did so far, on data and in models."""

@@ -4,7 +4,6 @@ backward pass."""
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
@@ -120,6 +119,7 @@ class GradientCheckpointing(Technique):
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
         from memfit.techniques.blocks import get_block
         from memfit.techniques.checkpointed_forward import CheckpointedForward
+        from memfit.techniques.replaced_forward import set_forwards
 
         _refuse_own_checkpointing(model)
         chosen: dict[int, tuple[nn.Module, CheckpointedForward]] = {}
@@ -129,30 +129,7 @@ class GradientCheckpointing(Technique):
             previous = vars(block).get("forward")
             chosen.setdefault(id(block), (block, CheckpointedForward(block, name, saves, previous)))
         _refuse_selective_nesting(chosen)
-        for block, forward in chosen.values():
-            block.forward = forward
-        return _undo_of([block for block, _ in chosen.values()])
-
-
-def _undo_of(blocks: list[nn.Module]) -> Undo:
-    """Takes the forwards off again. Holds the blocks weakly: a record must not keep a model alive."""
-    from memfit.techniques.checkpointed_forward import CheckpointedForward
-
-    references = [weakref.ref(block) for block in blocks]
-
-    def undo() -> None:
-        for block in filter(None, (reference() for reference in references)):
-            forward = vars(block).get("forward")
-            if not isinstance(forward, CheckpointedForward):
-                raise UsageError(
-                    f"the forward of a {type(block).__name__} was replaced after gradient checkpointing was "
-                    "applied; take that replacement back first"
-                )
-            del block.forward
-            if forward.previous is not None:
-                block.forward = forward.previous
-
-    return undo
+        return set_forwards(chosen.values(), "gradient checkpointing")
 
 
 def _refuse_unfit(block: nn.Module, name: str) -> None:

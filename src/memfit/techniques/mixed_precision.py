@@ -326,7 +326,7 @@ def _set_forwards(model: nn.Module, kept: Mapping[str, nn.Module], run: MixedPre
         (module, FullPrecisionForward(module, vars(module).get("forward"))) for module in modules.values()
     ]
     whole = LowPrecisionForward(root, vars(root).get("forward"), run.device, run.dtype, run.resting)
-    return set_forwards([*forwards, (root, whole)])
+    return set_forwards([*forwards, (root, whole)], "mixed precision")
 
 
 def _refuse_unfit(mp: MixedPrecisionTraining, model: nn.Module, optimizers: Sequence[Any], low: str) -> None:

@@ -91,7 +91,7 @@ class ActivationOffload(Technique):
 
         refuse_second(model, ActivationOffload)
         refuse_combination(model, self)
-        return keep_in_blocks(self._blocks_of(model), self.keeper())
+        return keep_in_blocks(self._blocks_of(model), self.keeper(), self.name)
 
     def keeper(self) -> Keeper:
         """What keeps the contents: a new one, with a pool or file of its own."""

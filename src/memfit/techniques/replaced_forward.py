@@ -42,9 +42,7 @@ class ReplacedForward:
         return forward
 
 
-def set_forwards(
-    forwards: Iterable[tuple[nn.Module, ReplacedForward]], technique: str = "mixed precision"
-) -> Undo:
+def set_forwards(forwards: Iterable[tuple[nn.Module, ReplacedForward]], technique: str) -> Undo:
     """Puts each forward on its module; gives back what takes them off again. Holds the modules weakly."""
     placed = []
     for module, forward in forwards:

@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.techniques.base import Undo
-from memfit.techniques.replaced_forward import ReplacedForward
+from memfit.techniques.replaced_forward import ReplacedForward, set_forwards
 
 _WIDEST_STORAGE = 16
 """A storage this many times larger than the tensor that is saved of it stays as it is."""
@@ -199,18 +199,9 @@ def is_recomputed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def keep_in_blocks(blocks: Iterable[tuple[str, nn.Module]], keeper: Keeper) -> Undo:
+def keep_in_blocks(blocks: Iterable[tuple[str, nn.Module]], keeper: Keeper, technique: str) -> Undo:
     """Lets ``keeper`` keep what ``blocks`` save; gives back what takes that back."""
-    references = []
-    for name, block in blocks:
-        block.forward = SavingForward(block, name, keeper, vars(block).get("forward"))
-        references.append(weakref.ref(block))
-
-    def undo() -> None:
-        for block in filter(None, (reference() for reference in references)):
-            forward = vars(block)["forward"]
-            del block.forward
-            if forward.previous is not None:
-                block.forward = forward.previous
-
-    return undo
+    return set_forwards(
+        ((block, SavingForward(block, name, keeper, vars(block).get("forward"))) for name, block in blocks),
+        technique,
+    )

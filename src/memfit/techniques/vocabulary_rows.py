@@ -59,7 +59,7 @@ def pad_rows(root: nn.Module, layer: Any, rows: int, optimizer: torch.optim.Opti
     held = [weight for weight in (layer.weight, getattr(layer, "bias", None)) if weight is not None]
     for weight in held:
         _resize(weight, rows, optimizer)
-    take_off = [set_forwards([(layer, CutForward(layer, None, true))])]
+    take_off = [set_forwards([(layer, CutForward(layer, None, true))], "vocabulary_padding")]
     handles = [handle for module, keys in _owners(root, held) for handle in _hook(module, keys, true)]
     references = [weakref.ref(weight) for weight in held]
     optimizer_reference = None if optimizer is None else weakref.ref(optimizer)
