@@ -11,10 +11,10 @@ from memfit.analysis.analyses import Analysed
 from memfit.analysis.results import Result, Table
 from memfit.core.units import format_bytes
 from memfit.reports import svg
-from memfit.reports.elements import number, number_table, section, swatch
+from memfit.reports.elements import number_row, number_table, section, swatch
 from memfit.reports.figures import STYLE
-from memfit.reports.html import POLICY, _paint_css, _static
 from memfit.reports.markup import Markup, script_json, tag
+from memfit.reports.page import FIGURE_CSS, page, paint_css, script
 from memfit.reports.palette import PAINTS
 from memfit.reports.series import StepSeries
 
@@ -27,23 +27,9 @@ def analysis_page(analysed: Analysed) -> str:
     name = analysed.subject.name or "a job"
     trace = analysed.subject.trace
     series = None if trace is None else StepSeries.of(trace)
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("title", f"memfit: analysis of {name}"),
-        tag("style", Markup(_static("page.css") + _paint_css() + FIGURE_CSS)),
-    ]
     sections = [_over_time(series), *(_section(key, result) for key, result in analysed.results.items())]
-    body = [
-        tag("main", _head(analysed, name), sections, _skipped(analysed)),
-        _data(series),
-        tag("script", Markup(_static("page.js"))),
-    ]
-    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
-
-
-FIGURE_CSS = "figure img{max-width:100%;height:auto;background:#fff;border-radius:6px}"
+    main = tag("main", _head(analysed, name), sections, _skipped(analysed))
+    return page(f"analysis of {name}", main, _data(series), script(), css=paint_css() + FIGURE_CSS)
 
 
 def _head(analysed: Analysed, name: str) -> Markup:
@@ -105,16 +91,7 @@ def _figure(result: Result) -> Markup | None:
 
 
 def _table(table: Table) -> Markup:
-    rows = (
-        tag(
-            "tr",
-            (
-                number(cell) if is_number else tag("td", cell)
-                for cell, (_, is_number) in zip(row, table.columns, strict=True)
-            ),
-        )
-        for row in table.rows
-    )
+    rows = (number_row(row, table.columns) for row in table.rows)
     return number_table(table.title, list(table.columns), rows)
 
 

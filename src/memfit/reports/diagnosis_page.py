@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-
 from memfit.analysis.diagnosis import Diagnosis
 from memfit.analysis.findings import Advice, Finding
 from memfit.core.units import format_bytes
 from memfit.reports.diagnosis import CHAIN_WORDS
 from memfit.reports.elements import number, number_table, section
-from memfit.reports.html import POLICY
 from memfit.reports.markup import Markup, tag
+from memfit.reports.page import page
 
 _CLASS = {"error": "bad", "warning": "neither", "info": "neither"}
 
@@ -18,17 +16,9 @@ _CLASS = {"error": "bad", "warning": "neither", "info": "neither"}
 def diagnosis_page(diagnosis: Diagnosis) -> str:
     """The page, as text to write to a file. Everything from the files is escaped."""
     name = ", ".join(diagnosis.case.names) or "this case"
-    style = files("memfit.reports").joinpath("static", "page.css").read_text(encoding="utf-8")
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("title", f"memfit: diagnosis of {name}"),
-        tag("style", Markup(style)),
-    ]
     findings = [_finding(place, finding) for place, finding in enumerate(diagnosis.findings)]
     body = tag("main", _head(diagnosis, name), findings, _chain(diagnosis))
-    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
+    return page(f"diagnosis of {name}", body)
 
 
 def _head(diagnosis: Diagnosis, name: str) -> Markup:

@@ -39,6 +39,12 @@ def number_table(caption: str, heads: Sequence[tuple[str, bool]], rows: Iterable
     return tag("div", table, class_="scroll")
 
 
+def number_row(cells: Iterable[str], heads: Sequence[tuple[str, bool]]) -> Markup:
+    """A row of such a table, of its texts."""
+    pairs = zip(cells, heads, strict=True)
+    return tag("tr", (number(cell) if is_number else tag("td", cell) for cell, (_, is_number) in pairs))
+
+
 def number(text: str) -> Markup:
     """A cell that holds a number."""
     return tag("td", text, class_="number")

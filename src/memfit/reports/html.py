@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-
 from memfit.core.units import format_bytes, format_seconds
 from memfit.reports import svg, verdict
 from memfit.reports.elements import gpu_name, section, steps_shown, swatch
 from memfit.reports.markup import Markup, script_json, tag
+from memfit.reports.page import page, paint_css, script
 from memfit.reports.palette import CATEGORY_PAINTS, PAINTS
 from memfit.reports.report import FitReport
 from memfit.reports.sections import SECTIONS
 from memfit.reports.series import StepSeries
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-
 
 def fit_page(report: FitReport) -> str:
     """The page, as text to write to a file. It opens from disk, in light and dark, also on a phone."""
     title = f"{report.result.workload} on {gpu_name(report)}"
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("title", f"memfit: {title}"),
-        tag("style", Markup(_static("page.css") + _paint_css())),
-    ]
     parts = (_head, _timelines, *SECTIONS)
-    body = [
-        tag("main", (part(report) for part in parts)),
-        _data(report),
-        tag("script", Markup(_static("page.js"))),
-    ]
-    page = tag("html", tag("head", head), tag("body", body), lang="en")
-    return f"<!doctype html>\n{page}\n"
-
-
-def _static(name: str) -> str:
-    return files("memfit.reports").joinpath("static", name).read_text(encoding="utf-8")
-
-
-def _paint_css() -> str:
-    """A class per category and kind of account row, in the colours of both schemes."""
-    light = "".join(f".fill-{key}{{color:{paint.light}}}" for key, paint in PAINTS.items())
-    dark = "".join(f".fill-{key}{{color:{paint.dark}}}" for key, paint in PAINTS.items())
-    return f"{light}@media (prefers-color-scheme: dark){{{dark}}}"
+    main = tag("main", (part(report) for part in parts))
+    return page(title, main, _data(report), script(), css=paint_css())
 
 
 def _head(report: FitReport) -> Markup:

@@ -5,27 +5,19 @@ from __future__ import annotations
 import base64
 
 from memfit.analysis.ladder_values import Ladder
-from memfit.reports.elements import number, number_table, section
-from memfit.reports.html import POLICY, _paint_css, _static
+from memfit.reports.elements import number_row, number_table, section
 from memfit.reports.ladder import HEADS, headline, ladder_rows, quality_sentence, reasons, subtitle
 from memfit.reports.ladder_figure import ladder_png
 from memfit.reports.markup import Markup, tag
+from memfit.reports.page import FIGURE_CSS, page, paint_css
 from memfit.reports.words import EXACTNESS_WORDS, plan_rows
 
 APPLIED = "In the order of the rungs; what the others must find in place is applied before them"
-FIGURE_CSS = "figure img{max-width:100%;height:auto;background:#fff;border-radius:6px}"
 
 
 def ladder_page(ladder: Ladder) -> str:
     """The page, as text to write to a file."""
     title = f"Ladder of {ladder.workload}"
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("title", f"memfit: {title}"),
-        tag("style", Markup(_static("page.css") + _paint_css() + FIGURE_CSS)),
-    ]
     top = tag(
         "header",
         tag("h1", title),
@@ -33,7 +25,7 @@ def ladder_page(ladder: Ladder) -> str:
         tag("ul", tag("li", headline(ladder), class_="neither"), class_="verdicts"),
     )
     body = tag("main", top, _figure(ladder), _table(ladder), _techniques(ladder), _missing(ladder))
-    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
+    return page(title, body, css=paint_css() + FIGURE_CSS)
 
 
 def _figure(ladder: Ladder) -> Markup:
@@ -43,16 +35,7 @@ def _figure(ladder: Ladder) -> Markup:
 
 
 def _table(ladder: Ladder) -> Markup:
-    rows = (
-        tag(
-            "tr",
-            (
-                number(cell) if is_number else tag("td", cell)
-                for cell, (_, is_number) in zip(row.cells, HEADS, strict=True)
-            ),
-        )
-        for row in ladder_rows(ladder)
-    )
+    rows = (number_row(row.cells, HEADS) for row in ladder_rows(ladder))
     sentence = quality_sentence(ladder)
     note = None if sentence is None else tag("p", sentence)
     return section("Figures", "figures", number_table("Each rung has all above it", HEADS, rows), note)

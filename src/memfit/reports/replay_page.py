@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.reports import svg
 from memfit.reports.elements import number, number_table, section, swatch
-from memfit.reports.html import POLICY
 from memfit.reports.markup import Markup, script_json, tag
+from memfit.reports.page import page, paint_css, script
 from memfit.reports.palette import CATEGORY_PAINTS, PAINTS
 from memfit.reports.replay import KINDS, outcome_name, pin_text
 from memfit.reports.segment_map import CSS, key_of_colours, segment_map
@@ -34,32 +33,12 @@ def replay_page(result: Replay, *, name: str) -> str:
         name: of the file that was replayed.
     """
     series = _series(result)
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("title", f"memfit: replay of {name}"),
-        tag("style", Markup(_static("page.css") + _paint_css() + CSS)),
-    ]
     parts: tuple[Callable[[Replay], Markup | None], ...] = (
         _shortage, _advice, _outcomes, _maps, _pinned, _notes,
     )  # fmt: skip
-    body = [
-        tag("main", _head(result, name), _over_time(result, series), (part(result) for part in parts)),
-        _data(result, series),
-        tag("script", Markup(_static("page.js"))),
-    ]
-    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
-
-
-def _static(name: str) -> str:
-    return files("memfit.reports").joinpath("static", name).read_text(encoding="utf-8")
-
-
-def _paint_css() -> str:
-    light = "".join(f".fill-{key}{{color:{paint.light}}}" for key, paint in CATEGORY_PAINTS.items())
-    dark = "".join(f".fill-{key}{{color:{paint.dark}}}" for key, paint in CATEGORY_PAINTS.items())
-    return f"{light}@media (prefers-color-scheme: dark){{{dark}}}"
+    main = tag("main", _head(result, name), _over_time(result, series), (part(result) for part in parts))
+    css = paint_css(CATEGORY_PAINTS) + CSS
+    return page(f"replay of {name}", main, _data(result, series), script(), css=css)
 
 
 def _head(result: Replay, name: str) -> Markup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,9 +12,9 @@ from rich.text import Text
 
 from memfit.core.units import format_bytes, format_seconds
 from memfit.distributed.scaling_values import NO_STEP_SECONDS, PLAN_TITLES, ScaleCase, ScaleResult
-from memfit.reports.elements import number, number_table, section
-from memfit.reports.html import POLICY
-from memfit.reports.markup import Markup, tag
+from memfit.reports.elements import number_row, number_table, section
+from memfit.reports.markup import tag
+from memfit.reports.page import page
 from memfit.reports.words import plan_rows
 
 HEADS: tuple[tuple[str, bool], ...] = (
@@ -174,26 +173,8 @@ def scale_text(result: ScaleResult) -> RenderableType:
 def scale_page(result: ScaleResult, *, command: str | None = None) -> str:
     """The comparison as one HTML page that needs nothing else."""
     title = f"{result.workload} on several {result.gpu}"
-    css = files("memfit.reports").joinpath("static", "page.css").read_text(encoding="utf-8")
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("title", f"memfit: {title}"),
-        tag("style", Markup(css)),
-    ]
     columns = heads(result)
-    rows = [
-        tag(
-            "tr",
-            (
-                number(cell) if is_number else tag("td", cell)
-                for cell, (_, is_number) in zip(row(result, case), columns, strict=True)
-            ),
-        )
-        for case in result.cases
-        if case.problem is None
-    ]
+    rows = [number_row(row(result, case), columns) for case in result.cases if case.problem is None]
     best, call = result.best, how_to(result)
     words = changes(best) if best is not None else ()
     main = tag(
@@ -214,5 +195,4 @@ def scale_page(result: ScaleResult, *, command: str | None = None) -> str:
         section("Make it so", "call", tag("pre", tag("code", call))) if call else None,
         section("Make this again", "again", tag("pre", tag("code", command))) if command else None,
     )
-    page = tag("html", tag("head", head), tag("body", main), lang="en")
-    return f"<!doctype html>\n{page}\n"
+    return page(title, main)

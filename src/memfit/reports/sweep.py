@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -16,9 +15,9 @@ from memfit.core.units import GIB, format_bytes, format_seconds
 from memfit.planning.figures import Candidate
 from memfit.planning.sweep import SweepPoint, SweepResult
 from memfit.reports import figures, svg
-from memfit.reports.elements import number, number_table, section
-from memfit.reports.html import POLICY
-from memfit.reports.markup import Markup, tag
+from memfit.reports.elements import number_row, number_table, section
+from memfit.reports.markup import tag
+from memfit.reports.page import page
 from memfit.reports.verdict import signed_percent
 
 if TYPE_CHECKING:
@@ -90,18 +89,7 @@ def _effort(result: SweepResult) -> str:
 def sweep_page(result: SweepResult, *, command: str | None = None) -> str:
     """The front as one HTML page that needs nothing else."""
     title = f"{result.workload} on {result.gpu}: memory against time"
-    css = files("memfit.reports").joinpath("static", "page.css").read_text(encoding="utf-8")
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("title", f"memfit: {title}"),
-        tag("style", Markup(css)),
-    ]
-    rows = [
-        tag("tr", (number(text) if is_number else tag("td", text) for text, (_, is_number) in cells))
-        for cells in (zip(row(point), HEADS, strict=True) for point in result.points)
-    ]
+    rows = [number_row(row(point), HEADS) for point in result.points]
     main = tag(
         "main",
         tag("header", tag("h1", title), tag("p", f"{result.allow} plans; {_effort(result)}", class_="muted")),
@@ -109,8 +97,7 @@ def sweep_page(result: SweepResult, *, command: str | None = None) -> str:
         section("The numbers", "numbers", number_table("A row per budget", HEADS, rows)),
         section("Make this again", "again", tag("pre", tag("code", command))) if command else None,
     )
-    page = tag("html", tag("head", head), tag("body", main), lang="en")
-    return f"<!doctype html>\n{page}\n"
+    return page(title, main)
 
 
 Points = list[tuple[float, float, str]]
