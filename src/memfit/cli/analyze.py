@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memfit.cli.console import print_json, progress, show
+from memfit.cli.options import GPU, Results
 
 if TYPE_CHECKING:
     from memfit.analysis.analyses import Analysed
-
-
-class Results(StrEnum):
-    """How far techniques that are tried may move the results of training."""
-
-    exact = "exact"
-    reordered = "reordered"
-    approximate = "approximate"
-    changes = "changes training"
 
 
 def analyze(
@@ -32,10 +23,7 @@ def analyze(
             "workload (hf:gpt2,batch=8, train.py:workload); several kinds together say more.",
         ),
     ],
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="GPU", help="A name from `memfit gpus`, or a description: 24GiB,sm89."),
-    ] = None,
+    gpu: Annotated[str | None, GPU] = None,
     budget: Annotated[
         str | None,
         typer.Option("--budget", metavar="SIZE", help="How much PyTorch may reserve. Default: what it can."),

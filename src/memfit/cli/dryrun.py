@@ -9,6 +9,7 @@ import typer
 
 from memfit.cli.console import print_json, show
 from memfit.cli.exit_codes import EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED, EXIT_RUN_TIME_ERROR
+from memfit.cli.options import GPU
 
 if TYPE_CHECKING:
     from memfit.dryrun.result import DryRunResult
@@ -23,10 +24,7 @@ def dryrun(
             "Put -- in front of it.",
         ),
     ],
-    gpu: Annotated[
-        str,
-        typer.Option("--gpu", metavar="GPU", help="A name from `memfit gpus`, or a description: 24GiB,sm89."),
-    ],
+    gpu: Annotated[str, GPU],
     gpus: Annotated[
         int | None,
         typer.Option("--gpus", metavar="N", help="How many of them the script's machine has (default: 1)."),

@@ -13,18 +13,11 @@ import typer
 
 from memfit.cli.console import print_json, progress, show
 from memfit.cli.exit_codes import EXIT_DOES_NOT_FIT
+from memfit.cli.options import WORKLOAD, Allow, EngineChoice
 
 if TYPE_CHECKING:
     from memfit.planning.plan import FitResult
     from memfit.reports.report import FitReport
-
-
-class Allow(StrEnum):
-    """How far a plan may move the results of training."""
-
-    exact = "exact"
-    reordered = "reordered"
-    approximate = "approximate"
 
 
 class Dimension(StrEnum):
@@ -34,23 +27,8 @@ class Dimension(StrEnum):
     seq = "seq"
 
 
-class EngineChoice(StrEnum):
-    """What measures the memory of a step."""
-
-    auto = "auto"
-    dryrun = "dryrun"
-    portable = "portable"
-
-
 def fit(
-    workload: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="WORKLOAD",
-            help="What is trained: file.py:function (returns a memfit.Workload), hf:gpt2,batch=8,seq=1024 or "
-            "tv:resnet50,batch=32.",
-        ),
-    ] = None,
+    workload: Annotated[str | None, WORKLOAD] = None,
     gpu: Annotated[
         str | None,
         typer.Option(

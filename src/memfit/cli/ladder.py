@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memfit.cli.console import print_json, progress, show
+from memfit.cli.options import WORKLOAD, EngineChoice, Results
 
 if TYPE_CHECKING:
     from memfit.analysis.ladder_values import Ladder
@@ -22,32 +23,8 @@ class DeviceChoice(StrEnum):
     cuda = "cuda"
 
 
-class Results(StrEnum):
-    """How far techniques of the default list may move the results of training."""
-
-    exact = "exact"
-    reordered = "reordered"
-    approximate = "approximate"
-    changes = "changes training"
-
-
-class EngineChoice(StrEnum):
-    """What measures the memory of a step in a dry run."""
-
-    auto = "auto"
-    dryrun = "dryrun"
-    portable = "portable"
-
-
 def ladder(
-    workload: Annotated[
-        str,
-        typer.Argument(
-            metavar="WORKLOAD",
-            help="What is trained: file.py:function (returns a memfit.Workload), hf:gpt2,batch=8,seq=1024 or "
-            "tv:resnet50,batch=32.",
-        ),
-    ],
+    workload: Annotated[str, WORKLOAD],
     techniques: Annotated[
         str | None,
         typer.Option(

@@ -11,6 +11,7 @@ import typer
 
 from memfit.cli.console import print_json, progress, show
 from memfit.cli.exit_codes import EXIT_DOES_NOT_FIT
+from memfit.cli.options import GPU, WORKLOAD, Allow
 
 if TYPE_CHECKING:
     from memfit.distributed.scaling_values import ScaleResult
@@ -27,27 +28,9 @@ class BatchChoice(StrEnum):
     each = "each"
 
 
-class Allow(StrEnum):
-    """How far a plan may move the results of training."""
-
-    exact = "exact"
-    reordered = "reordered"
-    approximate = "approximate"
-
-
 def scale(
-    workload: Annotated[
-        str,
-        typer.Argument(
-            metavar="WORKLOAD",
-            help="What is trained: file.py:function (returns a memfit.Workload), hf:gpt2,batch=8,seq=1024 or "
-            "tv:resnet50,batch=32.",
-        ),
-    ],
-    gpu: Annotated[
-        str,
-        typer.Option("--gpu", metavar="GPU", help="A name from `memfit gpus`, or a description: 24GiB,sm89."),
-    ],
+    workload: Annotated[str, WORKLOAD],
+    gpu: Annotated[str, GPU],
     gpus: Annotated[
         str, typer.Option("--gpus", metavar="N,N,…", help="How many GPUs to try, all alike.")
     ] = "1,2,4,8",
