@@ -29,8 +29,8 @@ import numpy.typing as npt
 from scipy.optimize import Bounds
 
 from memfit.planning.highs import minimise
-from memfit.planning.rows import Rows
 from memfit.techniques.operation_names import enclosing_block
+from memfit.techniques.program_rows import Rows
 from memfit.techniques.recomputed_steps import Played, RecomputedStep
 
 RELATIVE_GAP = 0.01

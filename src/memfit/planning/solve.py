@@ -18,7 +18,7 @@ from scipy.optimize import Bounds
 
 from memfit.planning.highs import minimise
 from memfit.planning.problem import Option, Problem, pareto_options
-from memfit.planning.rows import Rows
+from memfit.techniques.program_rows import Rows
 
 RELATIVE_GAP = 0.005
 MOST_NODES = 5000

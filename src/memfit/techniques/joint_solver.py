@@ -22,13 +22,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from memfit.core.standard_output import standard_output_aside
 from memfit.techniques.joint_replay import JointStep, Replay, replay
+
+if TYPE_CHECKING:
+    from memfit.techniques.program_rows import Rows
 
 SEGMENTS = 48
 REACH = 2
@@ -216,28 +219,27 @@ class _Program:
 
     def _constraints(self) -> tuple[npt.NDArray[np.float64], Any]:
         """Lower bounds of the rows of needs and inputs; those rows, and below them one for each position."""
-        from scipy.sparse import coo_array
+        from memfit.techniques.program_rows import Rows
 
-        rows = _Rows()
+        rows = Rows()
         self._add_needs(rows)
         self._add_inputs(rows)
         low = np.array(rows.low)
         self._add_memory(rows)
         width = len(self.keep) + len(self.again) + 1
-        shape = (len(rows.low), width)
-        return low, coo_array((rows.values, (rows.rows, rows.columns)), shape=shape).tocsr()
+        return low, rows.matrix(width)
 
     def _again(self, op: int, least: int = 0) -> list[int]:
         return [self.again[op, p] for p in self.reaches.get(op, ()) if p >= least]
 
-    def _add_needs(self, rows: _Rows) -> None:
+    def _add_needs(self, rows: Rows) -> None:
         """What the backward reads is kept, or made again not later than it is first read."""
         for storage in self.step.needed:
             maker = self.step.born[storage]
             again = self._again(maker, self.reads[storage][0])
-            rows.add([(self.keep[storage], 1.0), *((column, 1.0) for column in again)], 1.0)
+            rows.add([(self.keep[storage], 1.0), *((column, 1.0) for column in again)], 1.0, np.inf)
 
-    def _add_inputs(self, rows: _Rows) -> None:
+    def _add_inputs(self, rows: Rows) -> None:
         """An operator that runs again finds its inputs kept, or made again by then."""
         for (op, position), column in self.again.items():
             for storage in self.step.ops[op].inputs:
@@ -245,9 +247,9 @@ class _Program:
                     continue
                 terms = [(self.keep[storage], 1.0), (column, -1.0)]
                 terms += [(c, 1.0) for c in self._again(self.step.born[storage], position)]
-                rows.add(terms, 0.0)
+                rows.add(terms, 0.0, np.inf)
 
-    def _add_memory(self, rows: _Rows) -> None:
+    def _add_memory(self, rows: Rows) -> None:
         """What is held at each position beside its fixed bytes, in MiB, less the peak where it is sought:
         first in the backward, then in the forward."""
         peak_column = len(self.keep) + len(self.again)
@@ -265,14 +267,14 @@ class _Program:
                 )
                 if held:
                     terms.append((column, held / _MIB))
-            rows.add(terms, -np.inf)
+            rows.add(terms, -np.inf, np.inf)
         for moment in self.moments:
             kept = [
                 (column, self.step.sizes_bytes[storage] / _MIB)
                 for storage, column in self.keep.items()
                 if self.step.born[storage] <= moment and self.last_in_forward[storage] < moment
             ]
-            rows.add([(peak_column, -1.0), *kept], -np.inf)
+            rows.add([(peak_column, -1.0), *kept], -np.inf, np.inf)
 
     def _end(self, storage: int) -> int:
         """The position at which a kept storage is read last: by the backward, or by what runs again."""
@@ -303,23 +305,6 @@ class _Program:
             early = position - self.segment[op]
             costs[column] = self.seconds[op] / scale + _TIE_BREAK * (1 + early) / len(self.again)
         return costs
-
-
-class _Rows:
-    """Sparse rows of a linear constraint, each with its lower bound."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.low: list[float] = []
-
-    def add(self, terms: Sequence[tuple[int, float]], low: float) -> None:
-        for column, value in terms:
-            self.rows.append(len(self.low))
-            self.columns.append(column)
-            self.values.append(value)
-        self.low.append(low)
 
 
 def _relevant(step: JointStep) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from scipy.optimize import LinearConstraint
 from scipy.sparse import coo_array
@@ -28,8 +29,18 @@ class Rows:
         self._low.append(low)
         self._high.append(high)
 
+    def __len__(self) -> int:
+        return len(self._low)
+
+    @property
+    def low(self) -> tuple[float, ...]:
+        """The lower end of each row."""
+        return tuple(self._low)
+
+    def matrix(self, width: int) -> Any:
+        """The coefficients, for ``width`` variables."""
+        return coo_array((self._values, (self._rows, self._columns)), shape=(len(self), width)).tocsr()
+
     def constraint(self, width: int) -> LinearConstraint:
         """All rows at once."""
-        shape = (len(self._low), width)
-        matrix = coo_array((self._values, (self._rows, self._columns)), shape=shape).tocsr()
-        return LinearConstraint(matrix, self._low, self._high)
+        return LinearConstraint(self.matrix(width), self._low, self._high)
