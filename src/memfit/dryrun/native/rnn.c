@@ -10,6 +10,7 @@
 //       the input product of one layer's gates;
 //   dropout states                          = 64 KiB per SM.
 #include "stub.h"
+#include "workspaces.h"
 
 #include <cudnn.h>
 #include <stdlib.h>
@@ -86,18 +87,6 @@ EXPORT_CONSTANT(cudnnRestoreDropoutDescriptor, DONE)
 
 // ------------------------------------------------------------- the weight buffer ----
 
-static size_t element_bytes(cudnnDataType_t type) {
-  switch (type) {
-    case CUDNN_DATA_DOUBLE:
-      return 8;
-    case CUDNN_DATA_HALF:
-    case CUDNN_DATA_BFLOAT16:
-      return 2;
-    default:
-      return 4;
-  }
-}
-
 static int gates(const Network *n) { return n->cell == CUDNN_LSTM ? 4 : n->cell == CUDNN_GRU ? 3 : 1; }
 static bool projects(const Network *n) { return n->projected != n->hidden; }
 
@@ -145,7 +134,7 @@ static size_t all_biases(const Network *n) { return bias_offset(n, n->layers * n
 
 API Status cudnnGetRNNWeightSpaceSize(cudnnHandle_t handle, cudnnRNNDescriptor_t descriptor, size_t *bytes) {
   const Network *n = (const Network *)descriptor;
-  *bytes = (all_matrices(n) + all_biases(n)) * element_bytes(n->type);
+  *bytes = (all_matrices(n) + all_biases(n)) * cudnn_element_bytes(n->type);
   return DONE;
 }
 
@@ -162,7 +151,7 @@ API Status cudnnGetRNNWeightParams(cudnnHandle_t handle, cudnnRNNDescriptor_t de
                                    void **matrix_at, cudnnTensorDescriptor_t bias, void **bias_at) {
   const Network *n = (const Network *)descriptor;
   if (pseudo_layer < 0 || pseudo_layer >= n->layers * n->directions || linear < 0) return CUDNN_STATUS_INVALID_VALUE;
-  size_t element = element_bytes(n->type);
+  size_t element = cudnn_element_bytes(n->type);
   const char *matrices_at = weights, *biases_at = matrices_at + element * all_matrices(n);
   Status status = DONE;
   if (matrix_at) {  // NULL as the answer: there is no such matrix
@@ -182,7 +171,7 @@ API Status cudnnGetRNNTempSpaceSizes(cudnnHandle_t handle, cudnnRNNDescriptor_t 
                                      cudnnRNNDataDescriptor_t data, size_t *workspace_bytes, size_t *reserve_bytes) {
   const Network *n = (const Network *)descriptor;
   const Sequence *s = (const Sequence *)data;
-  size_t tokens = s->steps * s->batch, element = element_bytes(n->type), directions = (size_t)n->directions,
+  size_t tokens = s->steps * s->batch, element = cudnn_element_bytes(n->type), directions = (size_t)n->directions,
          layers = (size_t)n->layers;
   size_t kept = tokens * n->hidden * layers * directions * (size_t)(gates(n) + 1);
   size_t between = tokens * n->projected * directions * (layers - 1);
