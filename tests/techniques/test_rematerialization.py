@@ -188,6 +188,14 @@ class Recurrent(nn.Linear):
         return stacked.sigmoid()
 
 
+class Repeated(nn.Linear):
+    """What is kept is read as if it were larger than it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = super().forward(x)[:1].expand(1000, 8)
+        return (rows * 2).sigmoid().square().sum(0)
+
+
 class Experts(nn.Linear):
     """Rows go where the data says."""
 
@@ -202,7 +210,7 @@ class Experts(nn.Linear):
 
 @pytest.mark.parametrize("keeps", [(), ("linear",), ("exp", "tanh")], ids=str)
 @pytest.mark.parametrize(
-    "kind", [HiddenWrites, WrittenAfterUse, Branching, Views, OwnCheckpoint, Recurrent, Experts]
+    "kind", [HiddenWrites, WrittenAfterUse, Branching, Views, OwnCheckpoint, Recurrent, Repeated, Experts]
 )
 def test_what_modules_do_in_their_forward(kind: type[nn.Linear], keeps: tuple[str, ...]) -> None:
     torch.manual_seed(0)

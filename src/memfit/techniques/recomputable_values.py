@@ -47,16 +47,17 @@ class Geometry(NamedTuple):
 class Held:
     """Holds a tensor for recomputation, and notices when it is changed in place."""
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "size_bytes", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.version = tensor._version
+        self.size_bytes = tensor.untyped_storage().nbytes()
 
     def unchanged(self) -> Tensor:
         """The tensor. UsageError where it was changed after the forward pass."""
         tensor = self.tensor
-        if tensor._version != self.version or tensor.untyped_storage().nbytes() < tensor.nbytes:
+        if tensor._version != self.version or tensor.untyped_storage().nbytes() < self.size_bytes:
             raise UsageError(
                 f"a {tensor.dtype} of shape {list(tensor.shape)} that the backward pass computes others from "
                 "was changed in place, or its memory given back, after the forward pass: rematerialization "
