@@ -135,7 +135,7 @@ class RecomputedStep:
                 if self.graph.storages[storage].saved:
                     last = max(last, self.storage_dies(storage))
                 else:
-                    last = max([last, *(until[reader] for reader in self.consumers[storage])])
+                    last = max([last, *(until.get(reader, -1) for reader in self.consumers[storage])])
             until[op.index] = last
         return until
 
