@@ -119,6 +119,19 @@ class TestClosures:
         del hook
         assert not ours(collect().kept)
 
+    def test_what_is_too_deep_for_one_is_found_for_another(self) -> None:
+        inner = [[[[torch.ones(ELEMENTS)]]]]
+        outer = [inner]
+
+        def far() -> int:
+            return len(outer)
+
+        def near() -> int:
+            return len(inner)
+
+        assert [kept.holder.split(".")[-1] for kept in ours(collect().kept)] == ["near"]
+        assert far() == near()
+
     def test_a_partial_of_it(self) -> None:
         def make() -> Any:
             weights = torch.ones(ELEMENTS)

@@ -151,12 +151,13 @@ def _of_cycles(unreachable: list[Any]) -> list[KeptTensor]:
 def _of_tracebacks(objects: list[Any]) -> Iterator[KeptTensor]:
     running = _running_frames()
     seen: set[tuple[int, int]] = set()
+    barren: dict[int, int] = {}
     for holder, trace in _tracebacks(objects):
         while trace is not None:
             frame = trace.tb_frame
             if id(frame) not in running:
                 site = Site(frame.f_code.co_filename, trace.tb_lineno, frame.f_code.co_name)
-                for name, tensor in _tensors_of(variables_of(frame)):
+                for name, tensor in _tensors_of(variables_of(frame), barren):
                     if (id(frame), id(tensor)) not in seen:
                         seen.add((id(frame), id(tensor)))
                         yield _kept(tensor, "traceback", holder, name, site)
@@ -185,12 +186,13 @@ def _running_frames() -> set[int]:
 
 
 def _of_closures(objects: list[Any]) -> Iterator[KeptTensor]:
+    barren: dict[int, int] = {}
     for function in objects:
         if type(function) is not types.FunctionType or not function.__closure__:
             continue
         code = function.__code__
         site = Site(code.co_filename, code.co_firstlineno, code.co_name)
-        for name, tensor in _tensors_of(_closed_over(function)):
+        for name, tensor in _tensors_of(_closed_over(function), barren):
             yield _kept(tensor, "closure", f"function {function.__qualname__}", name, site)
 
 
@@ -202,9 +204,11 @@ def _closed_over(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def _tensors_of(variables: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(
+    variables: Iterable[tuple[str, Any]], barren: dict[int, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in variables:
-        for path, tensor in tensors_in(value):
+        for path, tensor in tensors_in(value, barren):
             yield name + path, tensor
 
 

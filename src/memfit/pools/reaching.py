@@ -40,19 +40,30 @@ def is_tensor(value: Any) -> bool:
     return issubclass(type(value), torch.Tensor)
 
 
-def tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that a value is or holds, with the way to them: ``["batch"][0]``, ``.weight``."""
+def tensors_in(value: Any, barren: dict[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that a value is or holds, with the way to them: ``["batch"][0]``, ``.weight``.
+
+    Args:
+        value: where to begin.
+        barren: ids of what earlier searches went through without a tensor, with the depth at which they
+            came upon it: not searched again from there or deeper. Searches that share it must see the same
+            objects, all of them alive.
+    """
     waiting: deque[tuple[str, Any, int]] = deque([("", value, 0)])
-    seen: set[int] = set()
+    seen: dict[int, int] = {}
+    any_found = False
     while waiting and len(seen) < MOST_LOOKED_AT:
         path, found, depth = waiting.popleft()
-        if id(found) in seen:
+        if id(found) in seen or barren.get(id(found), DEEPEST + 1) <= depth:
             continue
-        seen.add(id(found))
+        seen[id(found)] = depth
         if is_tensor(found):
+            any_found = True
             yield path, found
         elif depth < DEEPEST:
             waiting.extend((path + name, part, depth + 1) for name, part in parts_of(found))
+    if not (any_found or waiting):
+        barren.update(seen)
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
