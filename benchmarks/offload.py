@@ -4,9 +4,12 @@
     python benchmarks/offload.py --json      the figures
     python benchmarks/offload.py --folder F  where the file is (default: the system's folder for such)
 
-Steps with and without offloading run in processes of their own; resident memory is what a forward pass adds
-to the process, read by psutil. For shared memory, another process fills a batch and this one adds it up:
-through a queue (a pickled copy), through torch's own sharing, and through `memfit.SharedTensors`.
+Steps with and without offloading run in processes of their own; memory is what a forward pass adds to the
+process, or what a few steps of AdamW leave in it, read by psutil, without what is mapped from files (which
+the system takes back when it needs it). *Raw* is the same keeper with a file of bytes alone, written and read
+by offset, as a reference for the form of the file. For shared memory, another process fills a batch and this
+one adds it up: through a queue (a pickled copy), through torch's own sharing, and through
+`memfit.SharedTensors`.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,45 +28,128 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memfit
 
 BATCHES = 20
+STEPS = 5
 
 
-def offload_row(folder: str | None) -> dict[str, Any]:
-    """Seconds of a step and resident bytes between the passes, plain and with activations on disk.
+class RawFile:
+    """A file of bytes without a form, read into memory of its own: what the mapped file is held against."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+
+    def write(self, flat: Tensor) -> RawPlace:
+        """As `SpillFile.write`."""
+        free = self._free.get(flat.nbytes)
+        if free:
+            place = free.pop()
+        else:
+            place, self._end = self._end, self._end + flat.nbytes
+        data, done = flat.view(torch.uint8).numpy().data, 0
+        while done < len(data):
+            done += os.pwrite(self._file.fileno(), data[done:], place + done)
+        return RawPlace(self, place, flat)
+
+    def read(self, place: int, into: Tensor) -> None:
+        """Fills a tensor of bytes."""
+        data, done = into.numpy().data, 0
+        while done < len(data):
+            done += os.preadv(self._file.fileno(), [data[done:]], place + done)
+
+    def give_back(self, place: int, size_bytes: int) -> None:
+        """Takes a range back."""
+        self._free.setdefault(size_bytes, []).append(place)
+
+
+class RawPlace:
+    """What was written."""
+
+    def __init__(self, file: RawFile, place: int, flat: Tensor) -> None:
+        self._file, self._place, self._like = file, place, (flat.nbytes, flat.dtype)
+
+    def read(self) -> Tensor:
+        """The tensor, in memory of its own."""
+        size_bytes, dtype = self._like
+        data = torch.empty(size_bytes, dtype=torch.uint8)
+        self._file.read(self._place, data)
+        return data.view(dtype)
+
+    def read_ahead(self) -> None:
+        """Lets the system fetch it in the background."""
+        os.posix_fadvise(self._file._file.fileno(), self._place, self._like[0], os.POSIX_FADV_WILLNEED)
+
+    def __del__(self) -> None:
+        self._file.give_back(self._place, self._like[0])
+
+
+WAYS = ("plain", "raw", "disk", "state plain", "state on disk")
+
+
+def offload_rows(folder: str | None) -> list[dict[str, Any]]:
+    """Seconds of a step and bytes of memory, plain and with activations or the optimizer's state on disk.
 
     Each way in a process of its own: what a process has given back to its allocator stays resident.
     """
-    row = {}
-    for way in ("plain", "disk"):
+    rows = []
+    for way in WAYS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            seconds, resident = pool.apply(_offload_steps, (way, folder))
-        row |= {f"{way}_seconds": seconds, f"{way}_resident_bytes": resident}
-    return row
+            seconds, memory = pool.apply(_state_steps if "state" in way else _offload_steps, (way, folder))
+        rows.append({"way": way, "seconds": seconds, "memory_bytes": memory})
+    return rows
+
+
+def _memory_bytes() -> int:
+    """What this process has in memory that is in no file."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
+
+
+def _net(width: int) -> nn.Sequential:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(12)]
+    )
 
 
 def _offload_steps(way: str, folder: str | None) -> tuple[float, int]:
-    """The median step, and how much more is resident after its forward pass than before the first one."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        *[nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)) for _ in range(12)]
-    )
-    x = torch.randn(16384, 512)
-    if way == "disk":
+    """The median step, and how much more is there after its forward pass than before the first one."""
+    model, x = _net(512), torch.randn(16384, 512)
+    if way != "plain":
         memfit.ActivationOffload(to="disk", folder=folder).apply(model)
-    before = psutil.Process().memory_info().rss
+    if way == "raw":
+        vars(model[0])["forward"].keeper.file = RawFile(folder)
+    before = _memory_bytes()
     rows = []
-    for _ in range(3):
+    for _ in range(STEPS + 1):
         began = time.perf_counter()
         loss = model(x).square().mean()
-        resident = psutil.Process().memory_info().rss - before
+        memory = _memory_bytes() - before
         loss.backward()
-        rows.append((time.perf_counter() - began, resident))
+        rows.append((time.perf_counter() - began, memory))
     return statistics.median(row[0] for row in rows[1:]), int(rows[0][1])
+
+
+def _state_steps(way: str, folder: str | None) -> tuple[float, int]:
+    """The median step of AdamW alone, and how much more is there after the steps than before the first."""
+    model = _net(1024)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    if way == "state on disk":
+        memfit.OffloadedOptimizerState(to="disk", folder=folder).apply(model, optimizer)
+    model(torch.randn(64, 1024)).square().mean().backward()
+    before = _memory_bytes()
+    seconds = []
+    for _ in range(3 * STEPS + 1):
+        began = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:]), _memory_bytes() - before
 
 
 def _send_arrays(queue: Any, shape: tuple[int, ...]) -> None:
@@ -135,10 +223,13 @@ def sharing_rows() -> list[dict[str, Any]]:
 
 def tables(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    row = figures["offload"]
-    lines = ["| activations | seconds a step | resident more between the passes, MB |", "|---|---|---|"]
-    for way in ("plain", "disk"):
-        lines.append(f"| {way} | {row[f'{way}_seconds']:.3f} | {row[f'{way}_resident_bytes'] / 1e6:,.0f} |")
+    lines = ["| | seconds a step | to plain | memory more, MB |", "|---|---|---|---|"]
+    plain = {row["way"]: row["seconds"] for row in figures["offload"] if "plain" in row["way"]}
+    for row in figures["offload"]:
+        share = row["seconds"] / plain["state plain" if "state" in row["way"] else "plain"]
+        lines.append(
+            f"| {row['way']} | {row['seconds']:.3f} | × {share:.2f} | {row['memory_bytes'] / 1e6:,.0f} |"
+        )
     lines += ["", "| batch, MB | pickled, MB/s | torch's sharing | SharedTensors |", "|---|---|---|---|"]
     for row in figures["sharing"]:
         speeds = (row["batch_bytes"] / row[f"{way}_seconds"] / 1e6 for way in ("pickled", "torch", "shared"))
@@ -157,7 +248,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where the file of offloaded activations is")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    figures = {"schema_version": 1, "offload": offload_row(arguments.folder), "sharing": sharing_rows()}
+    figures = {"schema_version": 2, "offload": offload_rows(arguments.folder), "sharing": sharing_rows()}
     sys.stdout.write((json.dumps(figures, indent=1) if arguments.json else tables(figures)) + "\n")
 
 

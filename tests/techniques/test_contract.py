@@ -72,7 +72,7 @@ VARIANTS: dict[str, Technique] = {
     "8-bit state": LowMemoryOptimizer(kind="adamw8bit"),
     "adafactor": LowMemoryOptimizer(kind="adafactor"),
     "in backward": OptimizerInBackward(),
-    "offloaded state": OffloadedOptimizerState(),
+    "offloaded state": OffloadedOptimizerState(to="disk"),
     "lora": LoRA(rank=2),
     "qlora": QLoRA(rank=2, targets=("*.up", "up")),
     "allocator": AllocatorSettings(),

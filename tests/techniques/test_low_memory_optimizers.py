@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from memfit.capture import capture_step
 from memfit.core.errors import CannotRunHere, UsageError
 from memfit.core.workload import Workload
-from memfit.techniques import LowMemoryOptimizer, OffloadedOptimizerState, OptimizerInBackward, undo
+from memfit.techniques import (
+    LowMemoryOptimizer,
+    OffloadedOptimizerState,
+    OptimizerInBackward,
+    offloaded_optimizer_state,
+    undo,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 """torchao and bitsandbytes warn about kernels that they do not find without a GPU."""
@@ -162,6 +168,13 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- steps elsewhere: in the backward pass, on the host ------------------------------------------------------
 
 
+@pytest.fixture
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's parameters are stepped by copies, as those of a device are."""
+    monkeypatch.setattr(offloaded_optimizer_state, "is_elsewhere", lambda parameter: True)
+
+
+@pytest.mark.usefixtures("_as_on_a_device")
 @pytest.mark.parametrize("technique", [OptimizerInBackward(), OffloadedOptimizerState()])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
 def test_steps_elsewhere_are_the_same_to_the_bit(technique: Any, kind: Any) -> None:
@@ -225,6 +238,7 @@ def test_the_estimate_of_steps_in_the_backward_pass_is_the_captured_peak() -> No
     assert "each step moves 3.01 MiB" in state.note
 
 
+@pytest.mark.usefixtures("_as_on_a_device")
 def test_offloaded_state_goes_on_from_a_checkpoint() -> None:
     net = _net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -242,6 +256,7 @@ def test_offloaded_state_goes_on_from_a_checkpoint() -> None:
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.usefixtures("_as_on_a_device")
 @pytest.mark.parametrize("technique", [OptimizerInBackward(), OffloadedOptimizerState()])
 def test_sparse_gradients_are_stepped_elsewhere_too(technique: Any) -> None:
     weights = []

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import errno
 import itertools
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import memfit
 from memfit.capture import capture_step
 from memfit.core.devices import find_gpu
-from memfit.core.errors import UsageError
+from memfit.core.errors import CannotRunHere, UsageError
 from memfit.core.workload import Workload
 from memfit.dryrun.worker import Worker
-from memfit.techniques import ActivationOffload, ParameterOffload, undo
+from memfit.techniques import (
+    ActivationOffload,
+    OffloadedOptimizerState,
+    ParameterOffload,
+    offload_files,
+    undo,
+    undo_all,
+)
+from memfit.techniques.offload_disk import ToDisk
+from memfit.techniques.offload_files import _NAMES, MappedFiles, TensorFile
 from memfit.techniques.offload_parameters_run import Train, VisitingForward
 from memfit.techniques.offload_places import PinnedPool, SpillFile
 from memfit.techniques.offload_transfer import ToHost
@@ -63,21 +76,103 @@ def test_pinned_memory_is_made_in_slabs_and_used_again() -> None:
     assert pool.slab_count == 2 and pool.held_bytes == 3 * MiB
 
 
-def test_a_spill_file_has_no_name_and_uses_ranges_again(tmp_path: Path) -> None:
-    file = SpillFile(tmp_path / "spill")
-    data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (5000, 1, 0, 5000)]
-    for _ in range(2):
-        places = [file.write(piece) for piece in data]
-        assert list((tmp_path / "spill").iterdir()) == []
-        for place, piece in zip(places, data, strict=True):
-            back = torch.empty_like(piece)
-            file.read_ahead(place, piece.numel())
-            file.read(place, back)
-            assert torch.equal(back, piece)
-            file.free(place, piece.numel())
-    assert file.size_bytes == 10_001
+def _read(file: TensorFile) -> dict[str, Tensor]:
+    """All of it, by the reader of safetensors' own."""
+    with safe_open(f"/proc/self/fd/{file.descriptor}", "pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys() if "padding" not in name}  # noqa: SIM118
+
+
+def test_a_file_of_tensors_is_safetensors_after_each_write(tmp_path: Path) -> None:
+    """Types and sizes of all kinds, for safetensors' own reader; no name is in the folder."""
+    file = TensorFile(tmp_path / "made", "a test")
+    tensors: dict[str, Tensor] = {}
+    for number, dtype in enumerate((*_NAMES, torch.complex64)):
+        tensors[f"layer.{number}"] = torch.arange(-3, 9).reshape(3, 4).to(dtype)[:, : number % 5]
+    tensors |= {"scalar": torch.tensor(2.5), 'strange "name" ü': torch.ones(7)}
+    slots = {}
+    for name, tensor in tensors.items():
+        slots[name] = file.add(name, tensor)
+        found = _read(file)
+        assert list(found) == sorted(slots, key=list(found).index) and len(found) == len(slots)
+        assert torch.equal(found[name], tensor) or tensor.dtype == torch.complex64
+    mapped = file.mapped(list(slots.values()), shared=True)
+    assert all(
+        torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mapped, tensors.values(), strict=True)
+    )
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in mapped), "each its own"
+    mapped[-1].fill_(3)
+    assert torch.equal(_read(file)['strange "name" ü'], torch.full((7,), 3.0)), "shared: written to the file"
+    (alone,) = file.mapped([slots["scalar"]], shared=False)
+    alone.zero_()
+    assert float(_read(file)["scalar"]) == 2.5, "not shared: the file stays as it is"
+    assert list((tmp_path / "made").iterdir()) == []
     with pytest.raises(UsageError, match="choose another folder"):
-        SpillFile("/dev/null/here")
+        TensorFile("/dev/null/here", "a test")
+
+
+def test_a_spill_file_uses_ranges_again_when_nothing_reads_them() -> None:
+    file = SpillFile()
+    data = [torch.randn(size) for size in (5000, 1, 0, 5000)]
+    for held_before in (0, 20_000):
+        spilled = [file.write(piece) for piece in data]
+        for piece, place in zip(data, spilled, strict=True):
+            place.read_ahead()
+            assert torch.equal(place.read(), piece)
+        assert sum(tensor.nbytes for tensor in _read(file.files[0]).values()) == 4 * 10_001 + held_before
+        assert file.size_bytes >= 2 * 20_032 + 64, "padded to 64 bytes"
+        back = spilled[0].read()[10:]
+        del place, spilled
+        again = [file.write(piece + 1) for piece in data]
+        assert torch.equal(back, data[0][10:]), "what is still read is not written over"
+        del again, back
+        size = file.size_bytes
+    assert file.size_bytes == size, "no larger in the steps after"
+    held = file.write(torch.ones(3))
+    assert file.size_bytes == 64, "other sizes than before: it begins anew"
+    del held
+
+
+def test_more_tensors_than_a_header_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_files, "HEADER_BYTES", 4096 - 8)
+    tensors = [(f"a.long.name.{number}", torch.full((33,), float(number))) for number in range(90)]
+    files = MappedFiles(None, "a test")
+    assert _same([tensor for _, tensor in tensors], files.add(tensors))
+    assert len(files.files) > 2 and sum(len(_read(file)) for file in files.files) == 90
+    spill = SpillFile()
+    spilled = [spill.write(tensor) for _, tensor in tensors]
+    assert _same([tensor for _, tensor in tensors], [place.read() for place in spilled])
+    assert len(spill.files) > 2
+
+
+@pytest.mark.parametrize("kind", [ActivationOffload, ParameterOffload, OffloadedOptimizerState])
+def test_a_full_disk_says_which_folder_and_how_many_bytes(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes the header and 10,000 bytes more; what was there stays, and undo works."""
+    written = offload_files.os.pwrite
+
+    def pwrite(file: int, data: memoryview, place: int) -> int:
+        if place + len(data) > 2**20 + 10_000:
+            room = max(2**20 + 10_000 - place, 0)
+            if not room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            data = data[:room]
+        return written(file, data, place)
+
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    plain = _gradients(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    monkeypatch.setattr(offload_files.os, "pwrite", pwrite)
+    with pytest.raises(CannotRunHere, match=r"32,768 bytes more|65,536 bytes more") as caught:
+        kind(to="disk", folder=str(tmp_path)).apply(model, optimizer)
+        _gradients(model)
+        optimizer.step()
+    assert str(tmp_path) in str(caught.value) and kind.name in str(caught.value)
+    monkeypatch.undo()
+    undo_all(model)
+    if kind is not OffloadedOptimizerState:
+        assert _same(before, [p.detach() for p in model.parameters()]) and _same(plain, _gradients(model))
 
 
 # -- activations ---------------------------------------------------------------------------------------------
@@ -93,10 +188,11 @@ def test_activations_on_disk_change_no_bit_and_leave_nothing(tmp_path: Path) -> 
     # Of each block: what the second layer and GELU read (the first layer's input is the batch, or the output
     # of the block before it, in a storage of its own).
     assert keeper.file.size_bytes == 3 * 4 * 128 * (64 + 128 + 128)
-    gone = weakref.ref(keeper.file._file)
+    assert len(_read(keeper.file.files[0])) == 9
+    gone = weakref.ref(keeper.file.files[0]._file)
     undo(model)
     del keeper
-    assert gone() is None and list(tmp_path.iterdir()) == []
+    assert gone() is None and list(tmp_path.iterdir()) == [] and _in_maps(tmp_path) == 0
 
 
 def test_what_moves_can_be_compressed_first(tmp_path: Path) -> None:
@@ -131,6 +227,9 @@ class _Event:
 
     def query(self) -> bool:
         return self.stream.done >= self.end
+
+    def synchronize(self) -> None:
+        self.stream.run(self.end)
 
 
 class _Stream:
@@ -183,13 +282,24 @@ def made_up_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ToHost, "device_type", "cpu")
 
 
+class _AtOnce(Executor):
+    """A thread whose tasks run when they are given: the streams of this file are not for threads."""
+
+    def submit(self, task: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(task(*args, **kwargs))
+        return future
+
+
 @pytest.mark.usefixtures("made_up_streams")
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_copies_to_the_host_and_back_wait_for_what_they_must(ahead: int) -> None:
+@pytest.mark.parametrize(("kind", "ahead"), [("host", 0), ("host", 1), ("host", 3), ("disk", 0), ("disk", 2)])
+def test_copies_to_the_host_and_back_wait_for_what_they_must(kind: str, ahead: int) -> None:
     """On lazy streams a copy that nobody waits for never runs, and a value used too early is garbage."""
     model = _net()
     plain = _gradients(model, 2)
-    keeper = ToHost(64, ahead)
+    keeper = ToHost(64, ahead) if kind == "host" else ToDisk(64, ahead, None)
+    if isinstance(keeper, ToDisk):
+        keeper._threads = _AtOnce(), _AtOnce()
     take_back = keep_in_blocks(list(model.named_children()), keeper, "a keeper")
     for _ in range(2):
         assert _same(plain, _gradients(model, 2))
@@ -218,6 +328,55 @@ def test_parameters_come_when_their_block_runs(checkpointed: bool) -> None:
 # -- parameters ----------------------------------------------------------------------------------------------
 
 
+def _in_maps(folder: Path) -> int:
+    """How many files of a folder this process has mapped."""
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _disk_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Where the changed step keeps the state."""
+    hooks = optimizer._optimizer_load_state_dict_post_hooks.values()
+    (host,) = [hook.__self__ for hook in hooks if hasattr(hook, "__self__")]
+    return host._disk
+
+
+def test_state_on_disk_trains_the_same_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """AdamW and SGD with momentum: state of before, new state, a checkpoint that is loaded, and undo."""
+    for kind, extra, keys in ((torch.optim.AdamW, {}, 2), (torch.optim.SGD, {"momentum": 0.9}, 1)):
+        results = []
+        for applied in (False, True):
+            model = _net()
+            optimizer = kind(model.parameters(), lr=1e-2, foreach=False, **extra)
+            for step in range(5):
+                if applied and step == 1:
+                    technique = OffloadedOptimizerState(to="disk", folder=str(tmp_path))
+                    technique.apply(model, optimizer)
+                    assert _in_maps(tmp_path) == 1, "all of it in one mapping"
+                if step == 3:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                _gradients(model)
+                optimizer.step()
+            if applied:
+                disk = _disk_of(optimizer)
+                found = _read(disk.files.files[0])
+                moments = {
+                    f"{name}.{key}": value
+                    for name, parameter in model.named_parameters()
+                    for key, value in optimizer.state[parameter].items()
+                    if value.dim()
+                }
+                assert found.keys() == moments.keys() and len(found) == keys * 16
+                assert all(torch.equal(found[name], value) for name, value in moments.items())
+                del disk, found, moments
+                undo(model)
+                assert _in_maps(tmp_path) == 0 and list(tmp_path.iterdir()) == []
+            _gradients(model)
+            optimizer.step()
+            states = [v for state in optimizer.state.values() for v in state.values() if v is not None]
+            results.append([p.detach() for p in model.parameters()] + states)
+        assert _same(*results)
+
+
 def test_parameters_on_disk_train_the_same(tmp_path: Path) -> None:
     results = []
     for applied in (False, True):
@@ -225,14 +384,13 @@ def test_parameters_on_disk_train_the_same(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if applied:
             ParameterOffload(to="disk", folder=str(tmp_path)).apply(model, optimizer)
-            assert "memfit-parameters" in Path("/proc/self/maps").read_text()
-            assert list(tmp_path.iterdir()) == []
+            assert _in_maps(tmp_path) == 1 and list(tmp_path.iterdir()) == []
         for _ in range(3):
             _gradients(model)
             optimizer.step()
         if applied:
             undo(model)
-            assert "memfit-parameters" not in Path("/proc/self/maps").read_text()
+            assert _in_maps(tmp_path) == 0
         _gradients(model)
         optimizer.step()
         results.append([p.detach() for p in model.parameters()])
@@ -298,6 +456,10 @@ def test_on_a_gpu_the_peak_falls_and_only_pairs_wait(steps: Any) -> None:
     assert plain - offload["peak_bytes"] == pytest.approx((3 * 11 - 4) * 16 * MiB, abs=17 * MiB)
     assert offload["slabs"] == [9], "528 MiB of pieces in slabs of 64 MiB, and none in later steps"
     _check_waits(offload["waits"])
+    disk = steps.call("measure", techniques=[_settings(ActivationOffload(to="disk"))])
+    assert disk["peak_bytes"] == pytest.approx(offload["peak_bytes"], abs=MiB)
+    waits = {(stream, of) for what, stream, of in disk["waits"] if what == "wait"}
+    assert waits <= {(stream, of) for what, stream, of in offload["waits"] if what == "wait"}
     packed = steps.call(
         "measure", techniques=[_settings(memfit.MemoryCompression(compression_algorithm="int8"))]
     )

@@ -21,6 +21,7 @@ from memfit.techniques import (
     Technique,
     VocabularyPadding,
     applied_techniques,
+    offloaded_optimizer_state,
     undo,
     undo_all,
 )
@@ -70,6 +71,12 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
 """What cannot be: ``never`` in either order, ``after`` when the first is applied on top of the others."""
 LORA_LIKE = ("qlora",)
 """Refuses what LoRA refuses."""
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloaded state steps the CPU's parameters by copies, as it does those of a device."""
+    monkeypatch.setattr(offloaded_optimizer_state, "is_elsewhere", lambda parameter: True)
 
 
 class Everything(GPT):

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 Where = Literal["host", "disk"]
 
 
+def check_where(to: str, folder: str | None, *, technique: str) -> None:
+    """UsageError for a place that there is not, or a folder without a disk."""
+    if to not in ("host", "disk"):
+        raise UsageError(f"{technique}: to is host or disk, not {to!r}")
+    if folder is not None and to != "disk":
+        raise UsageError(f"{technique}: folder is for to='disk'")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffload(Technique):
     """Moves what blocks save for the backward pass off the device, and back before it is used.
@@ -30,7 +38,8 @@ class ActivationOffload(Technique):
     from and to pinned memory that is used again in every step. A model on the CPU is offloaded to disk only.
 
     Args:
-        to: ``"host"`` (pinned memory) or ``"disk"`` (a file without a name, gone with the process).
+        to: ``"host"`` (pinned memory) or ``"disk"`` (a file in safetensors form, without a name:
+            gone with the process).
         folder: of that file; the system's folder for temporary files by default.
         blocks: modules whose saved activations move; by default the repeated blocks but the last.
         prefetch: how many storages are fetched ahead of their use in the backward pass.
@@ -58,10 +67,7 @@ class ActivationOffload(Technique):
         from memfit.techniques.compression import check_algorithm
         from memfit.techniques.saved_tensors_blocks import checked_block_names
 
-        if self.to not in ("host", "disk"):
-            raise UsageError(f"{self.name}: to is host or disk, not {self.to!r}")
-        if self.folder is not None and self.to != "disk":
-            raise UsageError(f"{self.name}: folder is for to='disk'")
+        check_where(self.to, self.folder, technique=self.name)
         whole_number(self.prefetch, key="prefetch", technique=self.name, least=0)
         whole_number(self.min_elements, key="min_elements", technique=self.name)
         check_algorithm(self.compression_algorithm, technique=self.name, others=("none",))
@@ -96,7 +102,8 @@ class ActivationOffload(Technique):
     def keeper(self) -> Keeper:
         """What keeps the contents: a new one, with a pool or file of its own."""
         from memfit.techniques.offload_compressed import CompressedFirst
-        from memfit.techniques.offload_transfer import ToDisk, ToHost
+        from memfit.techniques.offload_disk import ToDisk
+        from memfit.techniques.offload_transfer import ToHost
 
         keeper: Keeper
         if self.to == "host":

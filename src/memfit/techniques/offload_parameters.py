@@ -32,7 +32,8 @@ class ParameterOffload(Technique):
     memory what it has room for.
 
     Args:
-        to: ``"host"`` (pinned memory) or ``"disk"`` (a memory-mapped file without a name).
+        to: ``"host"`` (pinned memory) or ``"disk"`` (a memory-mapped file in safetensors form,
+            without a name).
         folder: of that file; the system's folder for temporary files by default.
         blocks: the modules whose parameters move; by default the repeated blocks of the model.
         device: where they compute; by default where they are now. With ``"cuda"`` a model that is too large
@@ -54,12 +55,10 @@ class ParameterOffload(Technique):
     device: str | None = None
 
     def __post_init__(self) -> None:
+        from memfit.techniques.offload import check_where
         from memfit.techniques.saved_tensors_blocks import checked_block_names
 
-        if self.to not in ("host", "disk"):
-            raise UsageError(f"{self.name}: to is host or disk, not {self.to!r}")
-        if self.folder is not None and self.to != "disk":
-            raise UsageError(f"{self.name}: folder is for to='disk'")
+        check_where(self.to, self.folder, technique=self.name)
         if self.device is not None and str(self.device).split(":", maxsplit=1)[0] not in ("cpu", "cuda"):
             raise UsageError(f"{self.name}: device is cpu or cuda, not {self.device!r}")
         object.__setattr__(self, "blocks", checked_block_names(self.blocks, technique=self.name))

@@ -18,8 +18,6 @@ from memfit.techniques.saved_tensors import AsItIs, is_recomputed
 if TYPE_CHECKING:
     from memfit.techniques.offload_parameters import ParameterOffload
 
-_ALIGNMENT = 64
-
 
 def offload(technique: ParameterOffload, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Undo:
     """Moves the parameters of ``blocks`` away; gives back what brings them back."""
@@ -30,7 +28,7 @@ def offload(technique: ParameterOffload, model: nn.Module, blocks: list[tuple[st
     device = check_device(technique, next(iter(devices)))
     homes = {id(p): p.device for members in parameters.values() for p in members}
     if technique.to == "disk":
-        _map_into_file([p for members in parameters.values() for p in members], technique.folder)
+        _map_into_file(technique, model, [p for members in parameters.values() for p in members])
     elif device.type == "cuda":
         for members in parameters.values():
             for parameter in members:
@@ -78,32 +76,15 @@ def _movable(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> dict[str,
     return found
 
 
-def _map_into_file(parameters: list[nn.Parameter], folder: str | None) -> None:
-    """Puts the values into one memory-mapped file, whose name is gone at once where the system allows it."""
-    import contextlib
-    import os
-    import tempfile
-    from pathlib import Path
+def _map_into_file(technique: ParameterOffload, model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    """Puts the values into a memory-mapped file, under the names that they have in the model."""
+    from memfit.techniques.offload_files import MappedFiles
 
-    sizes = [-(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT for parameter in parameters]
-    try:
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        handle, path = tempfile.mkstemp(dir=folder, prefix="memfit-parameters-")
-        os.close(handle)
-    except OSError as error:
-        raise UsageError(
-            f"cannot make a file in {folder}: {error.strerror}; choose another folder"
-        ) from error
-    whole = torch.from_file(path, shared=True, size=max(sum(sizes), 1), dtype=torch.uint8)
-    with contextlib.suppress(PermissionError):  # Windows keeps the name while the file is mapped
-        os.unlink(path)
-    start = 0
-    for parameter, size in zip(parameters, sizes, strict=True):
-        place = whole[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-        place.copy_(parameter.data)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    files = MappedFiles(technique.folder, technique.name)
+    mapped = files.add([(names[id(parameter)], parameter.data.cpu()) for parameter in parameters])
+    for parameter, place in zip(parameters, mapped, strict=True):
         parameter.data = place
-        start += size
 
 
 class HostGradient:

@@ -1,19 +1,17 @@
-"""Where offloaded bytes go: pinned host memory from a pool, or a file that no crash can leave behind."""
+"""Where offloaded bytes go: pinned host memory from a pool, or ranges of a file."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
-import weakref
 from collections import defaultdict
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memfit.core.errors import UsageError
+from memfit.techniques.offload_files import HEADER_BYTES, Slot, TensorFile
 
 SLAB_BYTES = 64 << 20
 _ALIGNMENT = 512
@@ -66,74 +64,88 @@ class PinnedPool:
 
 
 class SpillFile:
-    """A file for the bytes of tensors, whose ranges are used again.
-
-    On POSIX it has no name from the start, so it is gone when its process is, however that ends.
+    """A file for the contents of tensors (`TensorFile`), whose ranges are used again: a training asks for
+    the same ones in every step.
 
     Args:
-        folder: where; the system's folder for temporary files by default (which may be in memory: see
-            ``df``).
-
-    Raises:
-        UsageError: the folder cannot be written to.
+        folder: where; the system's folder for temporary files by default.
+        technique: who asks, for the errors.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        try:
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, prefix="memfit-", buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise UsageError(
-                f"cannot make a file in {folder}: {error.strerror}; choose another folder"
-            ) from error
-        weakref.finalize(self, self._file.close)
-        self._free: dict[int, list[int]] = defaultdict(list)
-        self._lock = threading.Lock()
-        self.size_bytes = 0
+    def __init__(
+        self, folder: str | os.PathLike[str] | None = None, technique: str = "activation_offload"
+    ) -> None:
+        self._folder, self._technique = folder, technique
+        self._files = [TensorFile(folder, technique)]
+        self._free: dict[tuple[int, torch.dtype], list[_Place]] = defaultdict(list)
+        self._lock = threading.RLock()  # a range may end while another is written
+        self._count = self._used = 0
 
-    def write(self, data: Tensor) -> int:
-        """Writes the bytes (uint8, host memory); gives back where they are."""
-        size = data.numel()
+    @property
+    def files(self) -> tuple[TensorFile, ...]:
+        """One, but for more tensors than a header has room for."""
+        return tuple(self._files)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors that were written, less what was written over."""
+        return sum(file.end - 8 - HEADER_BYTES for file in self._files)
+
+    def write(self, flat: Tensor) -> Spilled:
+        """Writes a one-dimensional tensor of the host."""
         with self._lock:
-            if self._free[size]:
-                place = self._free[size].pop()
+            free = self._free[flat.numel(), flat.dtype]
+            if free:
+                place = free.pop()
+                place.file.overwrite(place.slot, flat)
             else:
-                place, self.size_bytes = self.size_bytes, self.size_bytes + size
-        view, done = data.numpy().data, 0
-        while done < size:
-            done += self._write_some(view[done:], place + done)
-        return place
+                place = self._new_place(flat)
+            self._used += 1
+        return Spilled(self, place)
 
-    def read(self, place: int, into: Tensor) -> None:
-        """Fills ``into`` (uint8, host memory) with what was written at ``place``."""
-        view, done = into.numpy().data, 0
-        while done < into.numel():
-            count = self._read_some(view[done:], place + done)
-            if count == 0:
-                raise UsageError("the file of offloaded tensors was cut off by another program")
-            done += count
-
-    def read_ahead(self, place: int, size_bytes: int) -> None:
-        """Lets the system fetch a range in the background, where it can."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), place, size_bytes, os.POSIX_FADV_WILLNEED)
-
-    def free(self, place: int, size_bytes: int) -> None:
-        """Gives a range back."""
+    def give_back(self, place: _Place) -> None:
+        """Takes a range back."""
         with self._lock:
-            self._free[size_bytes].append(place)
+            self._free[place.slot.shape[0], place.slot.dtype].append(place)
+            self._used -= 1
 
-    def _write_some(self, view: memoryview, place: int) -> int:
-        if hasattr(os, "pwrite"):
-            return os.pwrite(self._file.fileno(), view, place)
-        with self._lock:
-            self._file.seek(place)
-            return int(self._file.write(view))
+    def _new_place(self, flat: Tensor) -> _Place:
+        if self._used == 0 and self._count:  # other sizes than in the steps before
+            self._free.clear()
+            self._files = self._files[:1]
+            self._files[0].begin_anew()
+        self._count += 1
+        name = f"activation.{self._count}"
+        slot = self._files[-1].add(name, flat)
+        if slot is None:
+            self._files.append(TensorFile(self._folder, self._technique))
+            slot = self._files[-1].add(name, flat)
+            assert slot is not None, "a new file has room for a name"
+        return _Place(self._files[-1], slot)
 
-    def _read_some(self, view: memoryview, place: int) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), [view], place)
-        with self._lock:
-            self._file.seek(place)
-            return int(self._file.readinto(view))
+
+@dataclass(frozen=True)
+class _Place:
+    """A range of a file."""
+
+    file: TensorFile
+    slot: Slot
+
+
+class Spilled:
+    """What was written, until this and all tensors that were read are gone."""
+
+    def __init__(self, spill: SpillFile, place: _Place) -> None:
+        self._spill, self._place = spill, place
+
+    def read(self) -> Tensor:
+        """The tensor, whose memory is the file; what is written to it does not get there."""
+        (tensor,) = self._place.file.mapped([self._place.slot], shared=False, holding=self)
+        return tensor
+
+    def read_ahead(self) -> None:
+        """Lets the system fetch it in the background, where it can."""
+        self._place.file.read_ahead(self._place.slot)
+
+    def __del__(self) -> None:
+        self._spill.give_back(self._place)

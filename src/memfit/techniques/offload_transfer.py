@@ -1,4 +1,4 @@
-"""Moves contents between a device and host memory or disk while the device goes on computing.
+"""Moves contents between a device and host memory while the device goes on computing.
 
 On CUDA a copy to the host runs on a stream of its own as soon as its tensor is computed; the tensor's memory
 is given up when the copy is done. In the backward pass contents come back on a third stream, a few storages
@@ -8,19 +8,19 @@ other.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from memfit.techniques.codecs.base import from_bytes, raw_bytes
-from memfit.techniques.offload_places import PinnedPool, SpillFile
+from memfit.techniques.codecs.base import raw_bytes
+from memfit.techniques.offload_places import PinnedPool
 
 if TYPE_CHECKING:
-    from memfit.techniques.saved_tensors import Place
+    from memfit.techniques.saved_tensors import Kept, Place
 
 IN_FLIGHT_BYTES = 256 << 20
 """Of tensors that are being copied to the host: beyond it, the computation waits for the oldest copy."""
@@ -53,14 +53,13 @@ class ToHost:
 
     def __init__(self, min_elements: int, ahead: int) -> None:
         self.min_elements = min_elements
-        self._arguments = (min_elements, ahead)
         self.order = Order(ahead)
         self.pool = PinnedPool(pinned=torch.cuda.is_available())
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         self._leaving: deque[tuple[Any, Tensor]] = deque()
 
     def __reduce__(self) -> tuple[type[ToHost], tuple[int, int]]:
-        return ToHost, self._arguments
+        return ToHost, (self.min_elements, self.order.ahead)
 
     def streams(self, device: torch.device) -> tuple[Any, Any]:
         """Of one device: that of copies to the host, and that of copies back."""
@@ -68,12 +67,14 @@ class ToHost:
             self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
         return self._streams[device]
 
-    def keep(self, flat: Tensor, place: Place) -> _OnHost | _Nothing | None:
+    def keep(self, flat: Tensor, place: Place) -> Kept | None:
         """Starts the copy; ``None`` for a tensor of the host."""
         if flat.device.type == "meta":
-            return _Nothing(flat)
-        if flat.device.type != self.device_type:
-            return None
+            return Nothing(flat)
+        return OnHost(self, flat) if flat.device.type == self.device_type else None
+
+    def send(self, flat: Tensor) -> tuple[Tensor, Any]:
+        """Starts a copy to pinned memory: the piece, and the event after which it is there."""
         piece, free = self.pool.take(flat.nbytes)
         out, _ = self.streams(flat.device)
         compute = torch.cuda.current_stream(flat.device)
@@ -85,7 +86,7 @@ class ToHost:
         done = out.record_event()
         self._leaving.append((done, flat))
         self.let_go(compute)
-        return _OnHost(self, piece, flat, done)
+        return piece, done
 
     def let_go(self, compute: Any, limit_bytes: int = IN_FLIGHT_BYTES) -> None:
         """Gives up the tensors whose copies are done; above the limit, the device waits for the oldest."""
@@ -96,28 +97,28 @@ class ToHost:
             compute.wait_event(done)
 
 
-class _OnHost:
-    """Contents in pinned memory, or on their way back."""
+class OnHost:
+    """Contents in pinned memory, or on their way there or back."""
 
-    def __init__(self, keeper: ToHost, piece: Tensor, flat: Tensor, done: Any) -> None:
-        self._keeper, self._piece, self._done = keeper, piece, done
-        self._like = (flat.numel(), flat.dtype, flat.device)
-        self._back: tuple[Tensor, Any] | None = None
+    def __init__(self, keeper: ToHost, flat: Tensor) -> None:
+        self.back: tuple[Tensor, Callable[[], Any]] | None = None
+        self.like = (flat.numel(), flat.dtype, flat.device)
+        self._keeper = keeper
+        self.piece, self.done = keeper.send(flat)
         self._used = False
-        self._last_read: Any = done
+        self._last_read: Any = self.done
         self._number = keeper.order.add(self)
 
     def flat(self) -> Tensor:
-        numel, dtype, device = self._like
-        compute = torch.cuda.current_stream(device)
+        compute = torch.cuda.current_stream(self.like[2])
         self._keeper.let_go(compute, limit_bytes=0)
         self.fetch()
         for member in self._keeper.order.before(self._number):
             member.ahead()
-        assert self._back is not None
-        (tensor, ready), self._back = self._back, None
+        assert self.back is not None
+        (tensor, ready), self.back = self.back, None
         self._used = True
-        compute.wait_event(ready)
+        compute.wait_event(ready())
         return tensor
 
     def ahead(self) -> None:
@@ -127,70 +128,29 @@ class _OnHost:
 
     def fetch(self) -> None:
         """Starts the copy back, unless it is under way."""
-        if self._back is not None:
+        if self.back is not None:
             return
-        numel, dtype, device = self._like
+        numel, dtype, device = self.like
         compute, (_, back) = torch.cuda.current_stream(device), self._keeper.streams(device)
         tensor = torch.empty(numel, dtype=dtype, device=device)
         back.wait_event(compute.record_event())  # what had this memory before is done with it by then
-        back.wait_event(self._done)
+        back.wait_event(self.done)
         with torch.cuda.stream(back):
-            raw_bytes(tensor).copy_(self._piece, non_blocking=True)
-        self._last_read = back.record_event()
-        self._back = tensor, self._last_read
+            raw_bytes(tensor).copy_(self.piece, non_blocking=True)
+        ready = self._last_read = back.record_event()
+        self.back = tensor, lambda: ready
+
+    def give_back(self) -> None:
+        """The piece can be used again, once the last copy has read it."""
+        self._keeper.pool.give_back(self.piece, self._last_read)
 
     def __del__(self) -> None:
-        if self._back is not None:  # fetched, and never asked for
-            torch.cuda.current_stream(self._like[2]).wait_event(self._back[1])
-        self._keeper.pool.give_back(self._piece, self._last_read)
+        if self.back is not None:  # fetched, and never asked for
+            torch.cuda.current_stream(self.like[2]).wait_event(self.back[1]())
+        self.give_back()
 
 
-class ToDisk:
-    """A keeper that writes to a file. From the CPU it writes at once, to what the system writes out later."""
-
-    def __init__(self, min_elements: int, ahead: int, folder: str | os.PathLike[str] | None) -> None:
-        self.min_elements = min_elements
-        self._arguments = (min_elements, ahead, folder)
-        self.order = Order(ahead)
-        self.file = SpillFile(folder)
-
-    def __reduce__(self) -> tuple[type[ToDisk], tuple[Any, ...]]:
-        return ToDisk, self._arguments
-
-    def keep(self, flat: Tensor, place: Place) -> _OnDisk | _Nothing | None:
-        """Writes the contents."""
-        return _Nothing(flat) if flat.device.type == "meta" else _OnDisk(self, flat)
-
-
-class _OnDisk:
-    """Contents in a file."""
-
-    def __init__(self, keeper: ToDisk, flat: Tensor) -> None:
-        self._keeper = keeper
-        self._like = (flat.numel(), flat.dtype, flat.device)
-        self._nbytes = flat.nbytes
-        self._place = keeper.file.write(raw_bytes(flat.cpu()))
-        self._number = keeper.order.add(self)
-
-    def flat(self) -> Tensor:
-        numel, dtype, device = self._like
-        for member in self._keeper.order.before(self._number):
-            member.ahead()
-        on_gpu = device.type == "cuda"
-        data = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self._keeper.file.read(self._place, data)
-        return from_bytes(data, dtype).to(device, non_blocking=on_gpu)
-
-    def ahead(self) -> None:
-        """Lets the system read it in the background."""
-        self._keeper.file.read_ahead(self._place, self._nbytes)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_place"):
-            self._keeper.file.free(self._place, self._nbytes)
-
-
-class _Nothing:
+class Nothing:
     """Of a meta tensor: no contents, but as many bytes again when asked."""
 
     def __init__(self, flat: Tensor) -> None:

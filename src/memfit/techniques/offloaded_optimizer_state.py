@@ -1,4 +1,5 @@
-"""The optimizer's state in host memory, and its step on the host: gradients go there, weights come back."""
+"""The optimizer's state in host memory or on disk, and its step on the host: gradients go there, weights come
+back."""
 
 from __future__ import annotations
 
@@ -16,17 +17,25 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memfit.capture.graph import StepGraph
+    from memfit.techniques.offload import Where
+    from memfit.techniques.optimizer_state_on_disk import StateOnDisk
     from memfit.techniques.optimizer_step import Closure, Inner
     from memfit.techniques.saving import Saving
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadedOptimizerState(Technique):
-    """Keeps an optimizer's state, and a copy of what it steps, in (pinned) host memory, and runs the
-    optimizer's own step there.
+    """Keeps an optimizer's state in host memory or on disk, and runs the optimizer's own step on the host.
 
     A step moves each gradient to the host and each weight back, 8 bytes for each fp32 parameter, all queued
-    before the first is waited for. Checkpoints keep their form.
+    before the first is waited for; pinned copies of what is on a device are kept there. Checkpoints keep
+    their form. For a model on the CPU only ``to="disk"`` changes anything: of the memory-mapped file the
+    system keeps in memory what it has room for.
+
+    Args:
+        to: ``"host"``, or ``"disk"`` (a memory-mapped file in safetensors form, without a name: gone with the
+            process).
+        folder: of that file; the system's folder for temporary files by default.
 
     Examples:
         >>> import torch
@@ -41,6 +50,14 @@ class OffloadedOptimizerState(Technique):
 
     name: ClassVar[str] = "offloaded_optimizer_state"
 
+    to: Where = "host"
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        from memfit.techniques.offload import check_where
+
+        check_where(self.to, self.folder, technique=self.name)
+
     def exactness(self, model: nn.Module) -> Exactness:
         """``exact`` for a model on the CPU; a GPU's kernels may round otherwise than the host's."""
         on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
@@ -53,7 +70,9 @@ class OffloadedOptimizerState(Technique):
         names = {s.name for s in graph.storages if s.category == "optimizer_state"}
         moved = 2 * sum(s.size_bytes for s in graph.storages if s.category == "parameter" and s.name in names)
         kept = (s for s in graph.storages if not _on_host(s, graph))
-        note = f"{format_bytes(state)} go to the host; each step moves {format_bytes(moved)} over the bus"
+        note = (
+            f"{format_bytes(state)} go to the {self.to}; each step moves {format_bytes(moved)} over the bus"
+        )
         return saving_of(graph, kept, note=note)
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
@@ -65,7 +84,7 @@ class OffloadedOptimizerState(Technique):
         if optimizer is None:
             raise UsageError(f"{self.name} changes the optimizer: apply(model, optimizer)")
         refuse_whole_step_optimizers(optimizer, self.name)
-        host = _Host(optimizer)
+        host = _Host(optimizer, self._disk(model))
         step_back = replace_step(optimizer, host.step)
         reload = optimizer.register_load_state_dict_post_hook(host.fetch_state)
         reference = weakref.ref(optimizer)
@@ -79,6 +98,15 @@ class OffloadedOptimizerState(Technique):
 
         return undo
 
+    def _disk(self, model: nn.Module) -> StateOnDisk | None:
+        from memfit.techniques.offload_files import MappedFiles
+        from memfit.techniques.optimizer_state_on_disk import StateOnDisk
+
+        if self.to == "host":
+            return None
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        return StateOnDisk(MappedFiles(self.folder, self.name), names)
+
 
 def _on_host(storage: Any, graph: StepGraph) -> bool:
     """State, and what the step makes for itself."""
@@ -88,26 +116,38 @@ def _on_host(storage: Any, graph: StepGraph) -> bool:
     return bool(made_by_step and storage.category == "temporary")
 
 
-class _Host:
-    """The host's copies of what one optimizer steps."""
+def is_elsewhere(parameter: Tensor) -> bool:
+    """Whether the host needs a copy to step it."""
+    return parameter.device.type != "cpu"
 
-    def __init__(self, optimizer: Optimizer) -> None:
+
+class _Host:
+    """The host's copies of what one optimizer steps on a device."""
+
+    def __init__(self, optimizer: Optimizer, disk: StateOnDisk | None) -> None:
+        self._disk = disk
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self._versions: dict[int, int] = {}
         self._devices: dict[tuple[int, str], Any] = {}
         self.fetch_state(optimizer)
 
     def fetch_state(self, optimizer: Optimizer) -> None:
-        """Moves the state to the host."""
+        """Moves the state to the host, or on to the disk."""
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if hasattr(value, "device") and value.device.type != "cpu":
                     self._devices[id(parameter), key] = value.device
                     state[key] = value.to("cpu")
+            if self._disk is not None:
+                self._disk.take(parameter, state)
+        if self._disk is not None:
+            self._disk.flush()
 
     def give_back(self, optimizer: Optimizer) -> None:
         """Moves the state to where its parameter is (counters stay where PyTorch makes them)."""
         for parameter, state in optimizer.state.items():
+            if self._disk is not None:
+                self._disk.give_back(parameter, state)
             for key, value in state.items():
                 device = self._devices.get((id(parameter), key))
                 if device is None and hasattr(value, "dim") and value.dim() > 0:
@@ -126,14 +166,22 @@ class _Host:
             self._queue(optimizer)
 
             def on_host(group: dict[str, Any], parameter: Tensor) -> None:
-                copy, gradient = self._copies[id(parameter)]
-                copy.grad = gradient
-                optimizer.state[parameter] = step_one(optimizer, group, copy, optimizer.state[parameter])
-                copy.grad = None
-                parameter.copy_(copy.detach(), non_blocking=True)
-                self._versions[id(parameter)] = parameter._version
+                state = optimizer.state[parameter]
+                if is_elsewhere(parameter):
+                    copy, gradient = self._copies[id(parameter)]
+                    copy.grad = gradient
+                    optimizer.state[parameter] = state = step_one(optimizer, group, copy, state)
+                    copy.grad = None
+                    parameter.copy_(copy.detach(), non_blocking=True)
+                    self._versions[id(parameter)] = parameter._version
+                else:
+                    optimizer.state[parameter] = state = step_one(optimizer, group, parameter, state)
+                if self._disk is not None:
+                    self._disk.take(parameter, state)
 
             step_each(optimizer, on_host)
+            if self._disk is not None:
+                self._disk.flush()
         return loss
 
     def _queue(self, optimizer: Optimizer) -> None:
@@ -144,7 +192,7 @@ class _Host:
 
         devices = set()
         for _, parameter in parameters_of(optimizer):
-            if parameter.grad is None:
+            if parameter.grad is None or not is_elsewhere(parameter):
                 continue
             if parameter.grad.is_sparse:  # small, and of another size each time
                 self._copies[id(parameter)] = (self._pair(parameter)[0], parameter.grad.to("cpu"))
