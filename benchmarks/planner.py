@@ -32,7 +32,7 @@ from pathlib import Path
 from memfit.core.devices import find_gpu
 from memfit.core.units import GIB
 from memfit.planning.bench import Try, by_seconds
-from memfit.planning.bound import lower_bounds
+from memfit.planning.bound import Bound, lower_bound
 from memfit.planning.explore import OPTIONS_PER_BLOCK
 from memfit.planning.figures import Candidate
 from memfit.planning.fit import workload_and_spec
@@ -41,7 +41,7 @@ from memfit.planning.oracle import open_oracle
 from memfit.planning.problem import Option, Problem
 from memfit.planning.problems import make_problem, row_of_blocks, schedule_of
 from memfit.planning.schedules import NO_LEVER, Lever
-from memfit.planning.sweep import FrontSearch
+from memfit.planning.sweep import FrontSearch, SweepPoint
 
 LLAMA_1B = (
     "hf:llama,hidden_size=2048,num_hidden_layers=16,num_attention_heads=32,num_key_value_heads=8,"
@@ -152,8 +152,7 @@ def compare(name: str, gpu: str, points: int) -> list[dict[str, object]]:
         named = [t for t in contest.bench.tries.values() if t.named and not t.lever.step_settings]
         graph = contest.explorer.graph
         seconds = contest.bench.seconds(graph)
-        peaks = [p.plan.figures.peak_requested_bytes if p.plan else p.budget_bytes for p in found]
-        own = lower_bounds(graph, seconds, peaks)
+        own = [own_bound(contest, point) for point in found]
         rows: list[dict[str, object]] = []
         for point, bound in zip(found, own, strict=True):
             peers = {"named": named, **planned}
@@ -178,6 +177,17 @@ def compare(name: str, gpu: str, points: int) -> list[dict[str, object]]:
             row["dominated_by"] = dominating(point.plan, peers)
             rows.append(row)
         return rows
+
+
+def own_bound(contest: Contest, point: SweepPoint) -> Bound:
+    """What is certified at the peak of a point's own plan."""
+    graph = contest.explorer.graph
+    seconds = contest.bench.seconds(graph)
+    if point.plan is None:
+        return lower_bound(graph, seconds, point.budget_bytes)
+    known = point.plan.figures.step_seconds - sum(seconds)
+    peak = point.plan.figures.peak_requested_bytes
+    return lower_bound(graph, seconds, peak, lives=contest.explorer.lives, known_cost=known)
 
 
 def gap(row: dict[str, object]) -> float | None:

@@ -42,8 +42,9 @@ def rows(name: str, gpu: str, points: int) -> None:
         open_oracle(reference, spec, device, Path(folder), engine="dryrun") as oracle,
     ):
         blocks, graph = oracle.facts().blocks, oracle.graph(())
-    seconds = [op_seconds(op, device) for op in graph.ops]
-    program = DropProgram(RecomputedStep(graph, (*blocks, "")), seconds)
+        seconds = [op_seconds(op, device) for op in graph.ops]
+        program = DropProgram(RecomputedStep(graph, (*blocks, "")), seconds)
+        program.learn(oracle.graph([{"technique": "rematerialization", "blocks": program.nothing_kept()}]))
     rest = graph.resting_bytes
     for point in range(points):
         share = 0.3 + 0.65 * point / max(points - 1, 1)
@@ -55,7 +56,8 @@ def rows(name: str, gpu: str, points: int) -> None:
         if found is None:
             cells += ["none", "", "", "", f"{spent:.1f}"]
         else:
-            bound = lower_bound(graph, seconds, found.peak_bytes)
+            lives = program.lives_in_python()
+            bound = lower_bound(graph, seconds, found.peak_bytes, lives=lives, known_cost=found.seconds)
             chosen, least = (100 * cost / sum(seconds) for cost in (found.seconds, bound.cost))
             over = "" if found.peak_bytes <= asked else " (over)"
             cells += [f"{found.peak_bytes / GIB:.2f} GiB{over}", f"{chosen:.2f} %", f"{least:.2f} %"]

@@ -96,6 +96,31 @@ def random_step(seed: int, *, forward_ops: int = 5) -> StepGraph:
     return StepGraph(ops=tuple(ops), storages=_with_deaths(ops, storages))
 
 
+def chain_step(length: int) -> StepGraph:
+    """A chain of equal operators, each making 1 MiB, and its backward, which reads the input of each."""
+    mib = 2**20
+    storages = [Storage(id=0, size_bytes=0, category="input", born=-1)]
+    ops: list[Op] = []
+    for index in range(length):
+        storages.append(
+            Storage(id=index + 1, size_bytes=mib, category="activation", born=index, saved=index + 1 < length)
+        )
+        ops.append(Op(index=index, name="aten.mm.default", inputs=(index,), outputs=(index + 1,), flops=1))
+    for index in reversed(range(length)):
+        made, before = len(storages), len(storages) - 1
+        storages.append(Storage(id=made, size_bytes=mib, category="gradient", born=len(ops)))
+        ops.append(
+            Op(
+                index=len(ops),
+                name="aten.mm_backward.default",
+                phase="backward",
+                inputs=(index, before),
+                outputs=(made,),
+            )
+        )
+    return StepGraph(ops=tuple(ops), storages=_with_deaths(ops, storages))
+
+
 def _with_deaths(ops: list[Op], storages: list[Storage]) -> tuple[Storage, ...]:
     """Each storage dies at its last use, but for those that were there before and the last gradient."""
     last = {s: op.index for op in ops for s in (*op.outputs, *op.inputs)}

@@ -105,6 +105,44 @@ def test_the_choice_runs_as_it_is_played(program: DropProgram) -> None:
     assert sorted(again) == sorted(program.step.graph.ops[op].name for op in found.played.run_again)
 
 
+class InFrames(nn.Module):
+    """Python holds what it is called with until it is done, though only its first operator reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Sigmoid())
+        self.outer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(x) * self.inner(x)
+
+
+def test_what_python_holds_is_learned_from_a_step_that_drops_everything() -> None:
+    def workload(technique: Rematerialization | None = None) -> Workload:
+        def model() -> nn.Module:
+            torch.manual_seed(0)
+            made = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), InFrames())
+            return made if technique is None else technique.apply(made)
+
+        return Workload(
+            name="frames",
+            model=model,
+            batch=lambda: torch.randn(WIDE, 32),
+            loss=lambda model, batch: model(batch).square().mean(),
+        )
+
+    graph = capture_step(workload(), device="cpu")
+    program = DropProgram(RecomputedStep(graph, ("2", "")), [float(op.bytes_moved) for op in graph.ops])
+    nothing = Rematerialization(blocks=program.nothing_kept())
+    dropped = capture_step(workload(nothing), device="cpu")
+    unaware = program.play(frozenset()).played.live_bytes
+    program.learn(dropped)
+    aware = program.play(frozenset()).played.live_bytes
+    turn = max(op.index for op in graph.ops if op.phase == "forward")
+    assert program.lives_in_python()
+    assert max(unaware[: turn + 1]) < max(aware[: turn + 1]) == dropped.phase_peaks()["forward"]
+
+
 def test_a_micro_batch_is_the_first_round_of_a_step() -> None:
     workload = _workload("residual")
     whole, cut = (capture_step(workload, device="cpu", micro_batches=n) for n in (1, 2))

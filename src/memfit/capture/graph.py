@@ -42,6 +42,8 @@ class Op:
             of the square.
         bytes_moved: bytes read and written once each; 0 for views.
         dtype: the type that it computes in: that of its first floating-point operand, or ``"tf32"``.
+        temporary_bytes: taken beside its results and given back before it ends, where that was measured (see
+            `memfit.capture.temporaries`).
     """
 
     index: int
@@ -57,6 +59,7 @@ class Op:
     work: float = 1.0
     bytes_moved: int = 0
     dtype: str = "float32"
+    temporary_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,13 +110,15 @@ class StepGraph:
 
     @cached_property
     def live_bytes(self) -> npt.NDArray[np.int64]:
-        """Bytes alive while each operator runs, its results included, its last readings still held."""
+        """Bytes alive while each operator runs, its results and temporaries included, its last readings still
+        held."""
         change = np.zeros(len(self.ops) + 1, np.int64)
         for storage in self.storages:
             change[max(storage.born, 0)] += storage.size_bytes
             if storage.died >= 0:
                 change[storage.died + 1] -= storage.size_bytes
-        curve: npt.NDArray[np.int64] = np.cumsum(change)[: len(self.ops)]
+        temporary = np.array([op.temporary_bytes for op in self.ops], np.int64)
+        curve: npt.NDArray[np.int64] = np.cumsum(change)[: len(self.ops)] + temporary
         return curve
 
     def live_bytes_curve(self) -> npt.NDArray[np.int64]:
@@ -157,8 +162,11 @@ class StepGraph:
     def by_category(self, index: int | None = None) -> dict[str, int]:
         """Bytes of each category alive while operator ``index`` (default: the peak) runs, largest first."""
         total: dict[str, int] = defaultdict(int)
-        for storage in self.live_at(self.peak_index if index is None else index):
+        at = self.peak_index if index is None else index
+        for storage in self.live_at(at):
             total[storage.category] += storage.size_bytes
+        if 0 <= at < len(self.ops) and self.ops[at].temporary_bytes:
+            total["temporary"] += self.ops[at].temporary_bytes
         return dict(sorted(total.items(), key=lambda item: -item[1]))
 
     def phase_peaks(self) -> dict[str, int]:

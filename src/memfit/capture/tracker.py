@@ -22,6 +22,7 @@ from memfit.capture.attribution import Attribution
 from memfit.capture.graph import Op, StepGraph, Storage
 from memfit.capture.operators import OpCall, sparse_parts, tensors_in
 from memfit.capture.step import TrainingStep
+from memfit.capture.temporaries import TemporaryMemory
 from memfit.profiling.accumulation import accumulates
 
 WARM_UP_STEPS = 2
@@ -47,10 +48,15 @@ class StepTracker(TorchDispatchMode):
     """Records the operators and storages of the step that runs under it. `capture` is the way to use it.
 
     Only storages on the step's device are recorded, and only operators that touch one.
+
+    Args:
+        step: what runs.
+        temporaries: note what operators take beside their results too, which resets the allocator's peaks.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
+    def __init__(self, step: TrainingStep, *, temporaries: bool = False) -> None:
         super().__init__()
+        self._temporaries = TemporaryMemory(step.device.type) if temporaries else None
         self._step = step
         self._device_type = step.device.type
         self._attribution = Attribution(step.model)
@@ -88,16 +94,33 @@ class StepTracker(TorchDispatchMode):
         inputs = self._ids(tensors_in((*args, *kwargs.values())))
         previous = self._current
         self._current = len(self._ops)  # frees while it runs are its own
+        meter = None if self._temporaries is None or func.is_view else self._temporaries
+        before = 0 if meter is None else meter.before()
         out = func(*args, **kwargs)
         outputs = self._ids(tensors_in((out,)), phase)
         if inputs or outputs:
-            self._record(OpCall(func, args, kwargs, out), phase, module, inputs, outputs)
+            temporary = 0 if meter is None else meter.after(before, self._made_bytes(outputs))
+            self._record(OpCall(func, args, kwargs, out), phase, module, inputs, outputs, temporary)
         else:
             self._current = previous
         return out
 
+    def _made_bytes(self, outputs: tuple[int, ...]) -> int:
+        """Bytes of the outputs that the operator running has made."""
+        return sum(
+            record.size_bytes
+            for record in map(self._records.__getitem__, outputs)
+            if record.born == self._current
+        )
+
     def _record(
-        self, call: OpCall, phase: str, module: str, inputs: tuple[int, ...], outputs: tuple[int, ...]
+        self,
+        call: OpCall,
+        phase: str,
+        module: str,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        temporary_bytes: int,
     ) -> None:
         work = call.work()
         if phase == "forward" and not self._attribution.in_a_module:
@@ -117,6 +140,7 @@ class StepTracker(TorchDispatchMode):
                 work=work.work,
                 bytes_moved=work.bytes_moved,
                 dtype=work.dtype,
+                temporary_bytes=temporary_bytes,
             )
         )
 

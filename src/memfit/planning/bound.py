@@ -13,17 +13,18 @@ again after it; what is made again needs its own inputs held or made again. With
     Σ size_v s_v ≤ peak − (what else is certainly there at t)
     minimise Σ cost_op r_op
 
-What else is certainly there: what was there before the step and outlives it, what backward operators made and
-later ones still read, and the results of ``t``. Every moment gives a valid bound, so the largest over a few
-moments is one. Relaxing the integers only lowers it: all moments are solved relaxed, the best one then as it
-is, and the solver's dual bound is what is returned, never its incumbent. Sources: the turning-point program
-of our own study; Jain et al., Checkmate (MLSys 2020) for the recurrence.
+What else is certainly there: what was there before the step and outlives it, what backward operators made
+and later ones still read, and the results and temporaries of ``t``. Every moment gives a valid bound, so the
+largest over a few moments is one. Relaxing the integers only lowers it: all moments are solved relaxed, the
+best one then as it is, and the solver's dual bound is what is returned, never its incumbent. Where that
+leaves much open, moments are taken together (`memfit.planning.joint_bound`). Sources: the turning-point
+program of our own study; Jain et al., Checkmate (MLSys 2020) for the recurrence.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,10 +34,13 @@ from scipy.sparse import coo_array
 
 from memfit.capture.graph import Op, StepGraph
 from memfit.planning.highs import minimise
+from memfit.planning.joint_bound import TracedStep, joint_bound
 
 MOMENTS = 6
 MOST_NODES = 100
 TIME_LIMIT_SECONDS = 20.0
+NEAR_SHARE = 0.002
+"""Bounds as near as this to a known schedule, in shares of the step, are not worth more time."""
 _SLACK = 1e-6
 """The solver's own tolerance, given back so that rounding can never lift the bound over the truth."""
 
@@ -57,6 +61,8 @@ def lower_bound(
     *,
     moments: int = MOMENTS,
     time_limit_seconds: float = TIME_LIMIT_SECONDS,
+    lives: Mapping[int, int] | None = None,
+    known_cost: float | None = None,
 ) -> Bound:
     """The least cost of operators run again, in any schedule of ``graph`` whose live bytes never exceed
     ``peak_bytes``.
@@ -67,8 +73,27 @@ def lower_bound(
         peak_bytes: live bytes as requested; a budget on reserved bytes may be given too, as live ≤ reserved.
         moments: how many moments of the backward pass are looked at.
         time_limit_seconds: for each moment; when it is reached, the bound proven so far counts.
+        lives: until which forward operator Python holds some storages, whatever is kept (see
+            `memfit.techniques.dropped_lives`): the bound is then that of schedules that run the model's own
+            code.
+        known_cost: of a schedule that is known. Where single moments certify less by more than `NEAR_SHARE`
+            of the whole step, several are taken together, which takes longer.
     """
-    return lower_bounds(graph, costs, [peak_bytes], moments=moments, time_limit_seconds=time_limit_seconds)[0]
+    alone = lower_bounds(graph, costs, [peak_bytes], moments=moments, time_limit_seconds=time_limit_seconds)[
+        0
+    ]
+    enough = 0.0 if known_cost is None else known_cost - NEAR_SHARE * sum(costs)
+    if not alone.feasible or alone.cost >= enough:
+        return alone
+    step = TracedStep(
+        graph=graph,
+        costs=costs,
+        forward=_forward_storages(graph),
+        writers=_writers(graph),
+        lives=dict(lives or {}),
+    )
+    together = joint_bound(step, peak_bytes, at_least=enough, time_limit_seconds=time_limit_seconds)
+    return Bound(cost=max(alone.cost, together), feasible=together != float("inf"))
 
 
 def lower_bounds(
@@ -258,7 +283,7 @@ def _certain_bytes(graph: StepGraph, forward: frozenset[int], moment: int) -> in
     ``moment`` makes it or a later operator reads it or it outlives the step.
     """
     read_later = {s for op in graph.ops[moment:] for s in (*op.inputs, *op.mutates)}
-    total = 0
+    total = graph.ops[moment].temporary_bytes
     for storage in graph.storages:
         if storage.id in forward or storage.born > moment:
             continue

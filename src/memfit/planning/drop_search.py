@@ -8,7 +8,8 @@ from dataclasses import replace
 from memfit.capture.graph import StepGraph
 from memfit.planning.bench import Bench, Try
 from memfit.planning.drops import DropProgram, Drops
-from memfit.planning.schedules import Lever, Rematerialized
+from memfit.planning.figures import Settings
+from memfit.planning.schedules import Rematerialized
 from memfit.techniques.recomputed_steps import RecomputedStep
 
 ROUNDS = 8
@@ -19,7 +20,20 @@ TIGHT_SHARE = 0.97
 LUCK_SHARE = 0.01
 """By how much of the budget a neighbour may exceed it by its sum and still be run: segments may suit it."""
 
+LONGER_SHARE = 0.02
+"""A plan that requests this much more than its sum holds results longer than operators read them."""
+DEEP_SHARE = 0.05
+"""Plans that recompute more than this part of the step are compared with the program's for the same peak."""
+POLISH_SHARES = (1.0, 1.002, 1.005)
+"""Of the peak that they have."""
+LEAN_SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
+"""Plans that are run in search of the least reserved peak: shares of what lies between the least sum and the
+plain step's. What the allocator reserves over the sums differs much between them."""
+LEAN_STEPS = 4
+"""How often the middle between the best of them and its neighbours is run too."""
+
 Seconds = Callable[[StepGraph], Sequence[float]]
+Capture = Callable[[Sequence[Settings]], StepGraph | None]
 
 
 class DropSearch:
@@ -27,24 +41,29 @@ class DropSearch:
 
     Args:
         bench: where they are tried.
-        lever: what else is changed.
-        graph: the step captured under the lever, without recomputation.
+        plain: the step without recomputation under the lever, on the bench.
+        base_seconds: that it takes.
         program: of `program_of`, shared by levers that do not change the graph.
+        capture: gives the step captured with techniques, or None where that cannot be.
     """
 
-    def __init__(self, bench: Bench, lever: Lever, graph: StepGraph, program: DropProgram) -> None:
+    def __init__(
+        self, bench: Bench, plain: Try, base_seconds: float, program: DropProgram, capture: Capture
+    ) -> None:
         self.bench = bench
-        self.lever = lever
+        self.lever = plain.lever
         self.program = program
         self.budget_bytes = 0
-        self.base_seconds = sum(bench.seconds(graph))
+        self.base_seconds = base_seconds
         self._plain_bytes = program.step.graph.peak_bytes
+        self._beside_bytes = plain.peaks.requested_bytes - self._plain_bytes
+        self._capture = capture
         self._found: dict[str, Drops] = {}
 
     def expected(self, overhead_bytes: int) -> float:
-        """The seconds to expect within the budget; infinite where the program has no plan."""
-        found = self.program.solve(self.budget_bytes - overhead_bytes)
-        return float("inf") if found is None else self.base_seconds + found.seconds
+        """The least seconds to expect within the budget, without solving for a plan; infinite where there is
+        none."""
+        return self.base_seconds + self.program.least_seconds(self.budget_bytes - overhead_bytes)
 
     def tighten(self, overhead_bytes: int) -> list[Try]:
         """Solves for what the step may have live, runs the plan, and corrects by what the allocator reserved
@@ -56,6 +75,8 @@ class DropSearch:
             if found is None:
                 break
             attempt = self._try(found)
+            if self._learns(attempt, found):
+                continue
             if attempt.peaks.failure or any(attempt.key == other.key for other in tried):
                 break
             tried.append(attempt)
@@ -71,6 +92,18 @@ class DropSearch:
                 allowance = (fitting + failing) // 2 if failing > fitting else found.peak_bytes - over
         return tried
 
+    def _learns(self, tried: Try, drops: Drops) -> bool:
+        """Whether a plan needs so much more than its sum that it is asked how long results really stay."""
+        longer = tried.peaks.requested_bytes - self._beside_bytes - drops.peak_bytes
+        if self.program.lives is not None or longer <= LONGER_SHARE * drops.peak_bytes:
+            return False
+        nothing = Rematerialized(keeps=tuple(self.program.nothing_kept().items()))
+        dropped = self._capture(
+            self.bench.techniques(replace(self.lever, settings=self.lever.step_settings), nothing)
+        )
+        self.program.learn(None if dropped is None else first_round(dropped))
+        return True
+
     def _is_tight(self, tried: Try) -> bool:
         """Whether little room is left, or nothing to gain from it."""
         return (
@@ -82,7 +115,8 @@ class DropSearch:
         """Local search on the bench: keeps one result more after another, or one in place of another, as long
         as the step still fits and gets faster."""
         tried: list[Try] = []
-        drops = self._found.get(start.key)
+        known = self._found.get(start.key)
+        drops = None if known is None else self.program.play(known.kept)
         last = self.bench.evaluations + limit
         while drops is not None and self.bench.evaluations < last:
             overhead = start.peaks.reserved_bytes - drops.peak_bytes
@@ -97,7 +131,17 @@ class DropSearch:
                     start = attempt
                     break
             drops = better
-        return tried
+        return [*tried, *self._polished(start)]
+
+    def _polished(self, start: Try) -> list[Try]:
+        """Where much is recomputed, the program's own choices for about the peak of a plan that was found
+        otherwise."""
+        drops = self._found.get(start.key)
+        if drops is None or drops.seconds < DEEP_SHARE * self.base_seconds:
+            return []
+        peak_bytes = self.program.play(drops.kept).peak_bytes
+        found = (self.program.solve(int(share * peak_bytes)) for share in POLISH_SHARES)
+        return [self._try(other) for other in found if other is not None and other.seconds < drops.seconds]
 
     def _neighbours(self, drops: Drops, allowance_bytes: int) -> list[Drops]:
         """Choices that keep one more and are faster, the fastest first, within what the sums allow."""
@@ -119,9 +163,28 @@ class DropSearch:
                 tried.append(self._try(found))
         return tried
 
-    def least(self) -> Try:
-        """The plan that needs least by the sums."""
-        return self._try(self.program.leanest())
+    def least(self) -> list[Try]:
+        """Plans with sums about the least, until none reserves less."""
+        tried: dict[float, Try] = {}
+        leanest = self.program.leanest()
+        if self._learns(self._try(leanest), leanest):
+            leanest = self.program.leanest()
+        for share in LEAN_SHARES:
+            self._add_lean(tried, share)
+        for _ in range(LEAN_STEPS if tried else 0):
+            shares = sorted(tried)
+            best = min(shares, key=lambda share: (tried[share].peaks.reserved_bytes, -share))
+            near = [share for share in (*shares[:1], *shares) if share != best]
+            for other in sorted(near, key=lambda share: abs(share - best))[:2]:
+                self._add_lean(tried, (best + other) / 2)
+        return list(tried.values())
+
+    def _add_lean(self, tried: dict[float, Try], share: float) -> None:
+        found = self.program.lean(share)
+        if found is not None:
+            attempt = self._try(found)
+            if attempt.peaks.failure is None:
+                tried[share] = attempt
 
     def _try(self, drops: Drops) -> Try:
         keeps = tuple(self.program.keeps(drops.kept).items())

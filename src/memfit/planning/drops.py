@@ -23,12 +23,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds
 
+from memfit.capture.graph import StepGraph
 from memfit.planning.highs import minimise
+from memfit.techniques.dropped_lives import dropped_lives
 from memfit.techniques.operation_names import enclosing_block
 from memfit.techniques.program_rows import Rows
 from memfit.techniques.recomputed_steps import Played, RecomputedStep
@@ -71,6 +74,8 @@ class DropProgram:
 
     step: RecomputedStep
     seconds: Sequence[float]
+    lives: dict[int, int] | None = field(default=None, init=False)
+    """How long dropped results stay all the same, once that is learned."""
     _moments: set[int] = field(default_factory=set)
     _less: dict[int, int] = field(default_factory=dict)
     _solutions: dict[int, Drops | None] = field(default_factory=dict)
@@ -116,6 +121,25 @@ class DropProgram:
     def _size(self, storage: int) -> int:
         return self.step.graph.storages[storage].size_bytes
 
+    def learn(self, dropped: StepGraph | None) -> None:
+        """Takes from the step captured with everything dropped (`nothing_kept`) how long Python holds
+        results; None where it could not be captured."""
+        step = self.step
+        self.lives = {} if dropped is None else dropped_lives(step.graph, dropped)
+        self.step = RecomputedStep(step.graph, step.blocks, self.lives)
+        self._solutions.clear()
+
+    def lives_in_python(self) -> dict[int, int]:
+        """Of what can be made again, what is known to be held by Python alone, and until when in the forward
+        pass."""
+        last = max((op.index for op in self.step.forward), default=-1)
+        lives = self.lives or {}
+        return {s: until for s, until in lives.items() if s in self.step.recomputable and until < last}
+
+    def nothing_kept(self) -> dict[str, tuple[str, ...]]:
+        """The settings that drop all that may be dropped."""
+        return self.keeps(frozenset())
+
     def play(self, kept: frozenset[int]) -> Drops:
         """The step with a choice."""
         played = self.step.play(kept | self._small)
@@ -151,7 +175,7 @@ class DropProgram:
                 best = self._with_more_kept(found, budget_bytes)
                 break
             at = found.played.peak_index
-            if self.step.graph.ops[at].phase != "backward":
+            if self.step.graph.ops[at].phase not in ("forward", "backward"):
                 break
             if at in self._moments:
                 self._less[at] = self._less.get(at, 0) + excess
@@ -170,6 +194,11 @@ class DropProgram:
             if more.peak_bytes <= budget_bytes and more.seconds < found.seconds:
                 found = more
         return found
+
+    def lean(self, share: float) -> Drops | None:
+        """The choice for the least peak and this share of what lies between it and the plain step's."""
+        low = self.leanest().peak_bytes
+        return self.solve(low + int(share * (self.step.graph.peak_bytes - low)))
 
     def leanest(self) -> Drops:
         """A choice of nearly the least peak, by bisection."""
@@ -222,7 +251,25 @@ class DropProgram:
         live: npt.NDArray[np.int64] = graph.live_bytes + np.cumsum(change)[: len(graph.ops)]
         return live
 
+    def least_seconds(self, budget_bytes: int) -> float:
+        """No choice within the budget recomputes for less: of the program as far as it is known, relaxed.
+        Infinite where it has no solution."""
+        solved = self._minimised(budget_bytes, integral=False)
+        if solved is None or solved[1].x is None:
+            return float("inf")
+        program, result = solved
+        return sum(seconds * float(result.x[column]) for column, seconds in program.seconds.items())
+
     def _solved(self, budget_bytes: int) -> frozenset[int] | None:
+        solved = self._minimised(budget_bytes, integral=True)
+        if solved is None or solved[1].x is None:
+            return None
+        program, result = solved
+        return frozenset(op for op, column in program.kept.items() if result.x[column] > 0.5)
+
+    def _minimised(self, budget_bytes: int, *, integral: bool) -> tuple[_Program, Any] | None:
+        """The program at the moments known, and what the solver says; None where the optimizer alone needs
+        more."""
         graph = self.step.graph
         if any(int(graph.live_bytes[op.index]) > budget_bytes for op in graph.ops if op.phase == "optimizer"):
             return None
@@ -234,14 +281,12 @@ class DropProgram:
             program.costs(),
             constraint=program.rows.constraint(program.width),
             bounds=Bounds(0, 1),
-            integral=program.integral(),
+            integral=program.integral() if integral else False,
             options={
                 "mip_rel_gap": RELATIVE_GAP, "node_limit": MOST_NODES, "time_limit": TIME_LIMIT_SECONDS
             },
         )  # fmt: skip
-        if result.x is None:
-            return None
-        return frozenset(op for op, column in program.kept.items() if result.x[column] > 0.5)
+        return program, result
 
 
 class _Program:
@@ -255,10 +300,10 @@ class _Program:
         self.rows = Rows()
         self._again: dict[tuple[int, int], int] = {}
         self._staying: dict[int, int] = {}
-        self._seconds: dict[int, float] = {}
+        self.seconds: dict[int, float] = {}
 
     def add_moment(self, at: int, budget_bytes: int) -> None:
-        """Memory at one operator of the backward pass."""
+        """Memory at one operator of the forward or backward pass."""
         owner, step = self.owner, self.step
         self._add_needs(at)
         room = budget_bytes - int(owner._without_candidates[at])
@@ -269,9 +314,9 @@ class _Program:
                     terms.append((self._stays(storage), owner._size(storage) / _MIB))
         for op, made in owner.saved.items():
             there = [s for s in made if step.storage_dies(s) >= at >= step.graph.storages[s].born]
-            asked = sum(owner._size(s) for s in there if step.readers[s][0] <= at)
-            later = sum(owner._size(s) for s in there if step.readers[s][0] > at)
-            room -= asked
+            anyhow = [s for s in there if step.readers[s][0] <= at or step.there_until[s] >= at]
+            later = sum(map(owner._size, there)) - sum(map(owner._size, anyhow))
+            room -= sum(map(owner._size, anyhow))
             if later:
                 terms.append((self.kept[op], later / _MIB))
             if later and (op, at) in self._again:
@@ -301,7 +346,7 @@ class _Program:
         self._add_needs(_END)
         for (op, at), column in self._again.items():
             if at == _END:
-                self._seconds[column] = self.owner.seconds[op]
+                self.seconds[column] = self.owner.seconds[op]
 
     def _add_needs(self, at: int) -> None:
         """What was asked for by ``at`` is kept or made again, from what is kept or made again."""
@@ -344,7 +389,7 @@ class _Program:
     def costs(self) -> npt.NDArray[np.float64]:
         """Seconds, scaled to about one; of equals the choice that keeps least."""
         costs = np.zeros(self.width)
-        for column, seconds in self._seconds.items():
+        for column, seconds in self.seconds.items():
             costs[column] = seconds
         costs /= costs.max(initial=0.0) or 1.0
         sizes = [sum(map(self.owner._size, self._made(op))) for op in self.kept]

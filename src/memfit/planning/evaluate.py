@@ -93,7 +93,7 @@ class Session:
 
     def _captured(self, techniques: Sequence[Settings]) -> dict[str, Any]:
         with self._started(techniques):
-            return StepTracker(self._step).run().to_json()
+            return StepTracker(self._step, temporaries=True).run().to_json()
 
     def _peaks(self, techniques: Sequence[Settings]) -> dict[str, int]:
         with self._started(techniques):

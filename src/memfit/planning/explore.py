@@ -128,6 +128,12 @@ class Explorer:
             self.notes.append(f"{names} cannot be used on this model: {failure}")
             return None
 
+    @property
+    def lives(self) -> dict[int, int]:
+        """How long Python holds results of the plain step's forward pass, where that mattered."""
+        program = self._programs.get(settings_key(()))
+        return {} if program is None else program.lives_in_python()
+
     def _levers(self) -> tuple[Lever, ...]:
         return levers(
             self.allow,
@@ -180,7 +186,9 @@ class Explorer:
                 graph, self.bench.blocks, self.bench.seconds(graph), case.lever.micro_batches
             )
         if key not in self._drop_searches:
-            self._drop_searches[key] = DropSearch(self.bench, case.lever, graph, self._programs[step_key])
+            self._drop_searches[key] = DropSearch(
+                self.bench, self._plain_under(case), case.base_seconds, self._programs[step_key], self._graph
+            )
         search = self._drop_searches[key]
         search.budget_bytes = self._budget_bytes
         return search
@@ -212,7 +220,7 @@ class Explorer:
         if case.expected_seconds < best:
             tried += drops.tighten(overhead)
         if not any(map(self._fits, tried)) and best == float("inf"):
-            tried.append(drops.least())
+            tried += drops.least()
         if case.lever.is_none:
             drops.sweep(FRONT_POINTS // 2)
         fastest = min(filter(self._fits, tried), key=by_seconds, default=None)

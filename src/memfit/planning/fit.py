@@ -216,8 +216,10 @@ def _bounds(
     seconds = outcome.op_seconds
     total = sum(seconds)
     percents = []
-    for number, peak in enumerate((budget_bytes, chosen.peaks.requested_bytes)):
-        bound = lower_bound(outcome.graph, seconds, peak)
+    known = chosen.seconds - total
+    peaks = ((budget_bytes, None), (chosen.peaks.requested_bytes, known))
+    for number, (peak, known_cost) in enumerate(peaks):
+        bound = lower_bound(outcome.graph, seconds, peak, lives=outcome.lives, known_cost=known_cost)
         percents.append(100.0 * bound.cost / total if bound.feasible and total else None)
         show("lower bound", number + 1, 2)
     return percents[0], percents[1]

@@ -11,6 +11,7 @@ at.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memfit.capture.graph import StepGraph
@@ -29,7 +30,7 @@ FINALISTS = 12
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What the search found: ``chosen`` is None when nothing fits, and ``least`` then needs the least of all
-    tried."""
+    tried. ``lives``: how long Python holds results, where plans had to know (`Explorer.lives`)."""
 
     plain: Final
     graph: StepGraph
@@ -41,6 +42,7 @@ class Outcome:
     tries: tuple[Try, ...]
     evaluations: int
     notes: tuple[str, ...] = ()
+    lives: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -69,7 +71,7 @@ class Search:
         plain = plain_try.final
         assert plain is not None
         self.progress("plain step", 1, 1)
-        chosen = None
+        chosen, lives = None, dict[int, int]()
         if plain.figures.peak_reserved_bytes <= self.budget_bytes:
             chosen = self._choose(bench)
         else:
@@ -90,6 +92,7 @@ class Search:
             if chosen is None and 0 < surprise < self.budget_bytes:
                 explorer.explore(self.budget_bytes - surprise)
                 chosen = self._choose(bench)
+            lives = explorer.lives
         return Outcome(
             plain=plain,
             graph=graph,
@@ -101,6 +104,7 @@ class Search:
             tries=tuple(bench.tries.values()),
             evaluations=bench.evaluations,
             notes=(*self.notes, *fused_note(chosen, bench.tries.values())),
+            lives=lives,
         )
 
     def _explore_compiled(self, bench: Bench, plain: Try) -> None:

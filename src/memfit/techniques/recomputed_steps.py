@@ -40,11 +40,17 @@ class RecomputedStep:
     Args:
         graph: the step, without recomputation, one batch in one piece.
         blocks: names of the blocks, ``""`` for the model outside of them.
+        lives: for storages the last forward operator during which they are there though they are dropped,
+            where that is known (see `memfit.techniques.dropped_lives`): Python may hold what no operator
+            reads any more. The last that touches them otherwise.
     """
 
-    def __init__(self, graph: StepGraph, blocks: Sequence[str]) -> None:
+    def __init__(
+        self, graph: StepGraph, blocks: Sequence[str], lives: Mapping[int, int] | None = None
+    ) -> None:
         self.graph = graph
         self.blocks = tuple(blocks)
+        self._lives = dict(lives or {})
         self._number = {name: n for n, name in enumerate(self.blocks)}
         self.forward = tuple(op for op in graph.ops if op.phase == "forward" and not op.is_view)
         self.block_of: dict[int, str | None] = {}
@@ -169,14 +175,14 @@ class RecomputedStep:
         return {storage: tuple(ops) for storage, ops in found.items()}
 
     @cached_property
-    def _last_use(self) -> dict[int, int]:
-        """The last forward operator that touches each storage."""
+    def there_until(self) -> dict[int, int]:
+        """The last forward operator during which each storage is there though it is dropped."""
         last: dict[int, int] = {}
         for op in self.graph.ops:
             if op.phase == "forward":
                 for storage in (*op.inputs, *op.outputs):
                     last[storage] = op.index
-        return last
+        return {storage: max(at, self._lives.get(storage, at)) for storage, at in last.items()}
 
     @cached_property
     def needs(self) -> dict[int, tuple[int, ...]]:
@@ -223,7 +229,9 @@ class _Playing:
     def run(self) -> Played:
         graph, step = self.step.graph, self.step
         for storage in self.dropped:
-            self.change[min(step._last_use[storage] + 1, len(graph.ops))] -= self.storages[storage].size_bytes
+            self.change[min(step.there_until[storage] + 1, len(graph.ops))] -= self.storages[
+                storage
+            ].size_bytes
         for storage in step.recomputable:
             if not self.storages[storage].saved and step.writers[storage][0] in self.kept:
                 gone, until = step.storage_dies(storage), step.needed_until(storage, self.kept)
@@ -236,10 +244,10 @@ class _Playing:
                 self._compute(storage, at)
         live = graph.live_bytes + np.cumsum(self.change)[: len(graph.ops)]
         for at, extra in self.spikes.items():
-            born = sum(
+            own = graph.ops[at].temporary_bytes + sum(
                 self.storages[s].size_bytes for s in graph.ops[at].outputs if self.storages[s].born == at
             )
-            live[at] = max(int(live[at]), int(live[at]) - born + extra)
+            live[at] = max(int(live[at]), int(live[at]) - own + extra)
         peak = int(live.argmax())
         return Played(int(live[peak]), peak, tuple(self.run_again), live)
 
@@ -261,7 +269,7 @@ class _Playing:
                 elif uses[storage]:
                     there[storage] = size
                     running += size
-            most = max(most, running + stays)
+            most = max(most, running + stays + op.temporary_bytes)
             for storage in self.step.needs[call]:
                 if storage in uses:
                     uses[storage] -= 1
