@@ -138,6 +138,12 @@ def test_a_workload_that_cannot_run_on_the_cpu_says_why() -> None:
     assert "this loss runs on a GPU only" in verified.reason
 
 
+def test_a_batch_that_cannot_be_cut_brings_a_small_form() -> None:
+    verified = compare(tiny_models.graph(), [{"technique": "rematerialization", "blocks": {"": []}}], "exact")
+    assert verified.bitwise
+    assert verified.scale == "the whole model, the batch's small form"
+
+
 def test_a_model_too_large_for_the_host_keeps_one_block_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     without_small: Workload = dataclasses.replace(
         tiny_models.gpt(),

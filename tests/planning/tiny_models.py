@@ -104,3 +104,34 @@ def needs_a_gpu() -> Workload:
 def _language_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     logits = model(ids)
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class GraphNetwork(nn.Module):
+    """Has no blocks: its layers are single modules, and what takes memory is between them."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self.norms = nn.ModuleList([nn.BatchNorm1d(width) for _ in range(layers)])
+
+    def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            messages = layer(nodes)[edges[0]]
+            gathered = torch.zeros_like(nodes).index_add_(0, edges[1], messages * torch.sigmoid(messages))
+            nodes = functional.relu(norm(gathered), inplace=True) + nodes
+        return nodes
+
+
+def graph() -> Workload:
+    """A batch that cannot be cut: its edges name nodes, so it brings a small form of itself."""
+
+    def batch(size: str = "full") -> tuple[torch.Tensor, torch.Tensor]:
+        nodes, edges = (2048, 16384) if size == "full" else (16, 64)
+        return torch.randn(nodes, 64), torch.randint(0, nodes, (2, edges))
+
+    return Workload(
+        name="graph network",
+        model=lambda: GraphNetwork(64, 3),
+        batch=batch,
+        loss=lambda model, batch: model(*batch).square().mean(),
+    )

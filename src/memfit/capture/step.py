@@ -152,7 +152,16 @@ def build_batch(workload: Workload, *, device: str | torch.device, size: Size = 
 
 def takes_size(workload: Workload) -> bool:
     """Whether the workload has a small form: its model factory takes ``size``."""
-    return "size" in inspect.signature(workload.model).parameters
+    return _takes_size(workload.model)
+
+
+def batch_takes_size(workload: Workload) -> bool:
+    """Whether the batch has a small form, with which the whole model runs too: its factory takes ``size``."""
+    return _takes_size(workload.batch)
+
+
+def _takes_size(factory: Callable[..., Any]) -> bool:
+    return "size" in inspect.signature(factory).parameters
 
 
 def split_batch(batch: Any, parts: int) -> Iterator[Any]:
@@ -192,9 +201,7 @@ def _batch_size(batch: Any) -> int:
 
 
 def _sized(factory: Callable[..., Any], size: Size) -> Callable[[], Any]:
-    if "size" in inspect.signature(factory).parameters:
-        return lambda: factory(size=size)
-    return factory
+    return (lambda: factory(size=size)) if _takes_size(factory) else factory
 
 
 def _build_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from memfit.capture.step import TrainingStep, build_step, takes_size
+from memfit.capture.step import TrainingStep, batch_takes_size, build_step, takes_size
 from memfit.capture.workloads import from_reference
 from memfit.core.exactness import Exactness
 from memfit.core.units import format_bytes
@@ -285,14 +285,17 @@ def scale_for(workload: Workload, techniques: Sequence[Settings]) -> Scale:
     """The largest form of the workload that the host can hold twice."""
     if takes_size(workload):
         return Scale(text="the workload's small form", size="small")
+    small = batch_takes_size(workload)
+    batch: dict[str, Any] = {"size": "small"} if small else {"samples": SAMPLES}
+    text = "the batch's small form" if small else f"batch cut to {SAMPLES}"
     with torch.device("meta"):
         model = workload.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters * 16 < _available_bytes() / 2:
-        return Scale(text=f"the whole model, batch cut to {SAMPLES}", samples=SAMPLES)
+        return Scale(text=f"the whole model, {text}", **batch)
     keep = _one_of_each(model, techniques)
     kept = ", ".join(keep)
-    return Scale(text=f"one block of each kind ({kept}), batch cut to {SAMPLES}", samples=SAMPLES, keep=keep)
+    return Scale(text=f"one block of each kind ({kept}), {text}", keep=keep, **batch)
 
 
 def _available_bytes() -> int:
