@@ -208,6 +208,29 @@ class OffloadSteps:
         undo_all(model)
         return sorted(devices) + sorted({p.device.type for p in model.parameters()})
 
+    def frozen(self, checkpointed: bool) -> list[str]:
+        """Blocks of frozen layers with adapters, whose parameters live on the host: devices after two
+        steps."""
+        from memfit.techniques import GradientCheckpointing, LoRA, ParameterOffload
+
+        blocks = [
+            torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU())
+            for _ in range(3)
+        ]
+        model = torch.nn.Sequential(*blocks).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        LoRA(targets=["*.1"]).apply(model, optimizer)
+        ParameterOffload().apply(model, optimizer)
+        if checkpointed:
+            GradientCheckpointing().apply(model)
+        for _ in range(2):
+            model(torch.zeros(8, 64, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        devices = {p.device.type for p in model.parameters()}
+        undo_all(model)
+        return sorted(devices) + sorted({p.device.type for p in model.parameters()})
+
 
 class _WatchedStreams:
     """Notes each wait and each copy: ``("wait", stream, stream of the event)``, ``("copy", stream, "")``."""

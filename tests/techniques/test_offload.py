@@ -448,6 +448,13 @@ def test_norms_and_pruned_weights_come_and_go_on_a_gpu(steps: Any) -> None:
 
 
 @pytest.mark.dryrun
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_frozen_weights_come_and_go_beside_their_adapters(steps: Any, checkpointed: bool) -> None:
+    """A checkpointed region keeps the very object of what needs no gradient, which is on the host later."""
+    assert steps.call("frozen", checkpointed=checkpointed) == ["cpu", "cuda"]
+
+
+@pytest.mark.dryrun
 def test_on_a_gpu_the_peak_falls_and_only_pairs_wait(steps: Any) -> None:
     """12 blocks of 1024, a batch of 4096: each saves two of 16 MiB (its input is the output before it)."""
     plain = steps.call("measure", techniques=[])["peak_bytes"]

@@ -36,13 +36,6 @@ def _holds_bf16_weights(technique: Technique, model: nn.Module) -> bool:
     return technique.name == "mixed_precision" and getattr(technique, "weights", "") == "bf16"
 
 
-def _brings_to_gpu(technique: Technique, model: nn.Module) -> bool:
-    if technique.name != "parameter_offload":
-        return False
-    device = getattr(technique, "device", None)
-    return str(device).startswith("cuda") or any(p.device.type == "cuda" for p in model.parameters())
-
-
 _IN_BACKWARD, _OFFLOADED = _named("optimizer_in_backward"), _named("offloaded_optimizer_state")
 _APART: tuple[tuple[Kind, Kind, str], ...] = (
     (_IN_BACKWARD, _cuts, "each backward pass steps, so the gradients of micro-batches cannot be added up"),
@@ -51,11 +44,6 @@ _APART: tuple[tuple[Kind, Kind, str], ...] = (
     (_IN_BACKWARD, _OFFLOADED, "both run the optimizer's step, one on the device, one on the host"),
     (_OFFLOADED, _holds_bf16_weights, "bf16 weights keep what is beside them on the device"),
     (_OFFLOADED, _named("low_memory_optimizer"), "small states stay on the device, whose kernels step them"),
-    (
-        _brings_to_gpu,
-        _named("lora", "qlora"),
-        "blocks that are recomputed would find the frozen weights on the host",
-    ),
     (
         _named("memory_compression"),
         _named("activation_offload"),

@@ -211,9 +211,9 @@ class VisitingForward(ReplacedForward):
         for parameter, copy in zip(car.parameters, there, strict=True):
             parameter.data = copy
         try:
-            if not torch.is_grad_enabled() or is_recomputed():
+            if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            hooks = _Hooks(car, there)
+            hooks = _Recomputed() if is_recomputed() else _Hooks(car, there)
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
                 return original(*args, **kwargs)
         finally:
@@ -228,6 +228,22 @@ class _OfParameter:
     def __init__(self, car: Car, number: int, tensor: Tensor) -> None:
         self.car, self.number = car, number
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+class _Recomputed:
+    """Of a forward within a checkpointed region, around which PyTorch's hooks are.
+
+    They keep the very object of what needs no gradient; a frozen parameter is on the host again when the
+    backward pass reads it, so they get a tensor of its own that is where the parameter is now.
+    """
+
+    def __init__(self) -> None:
+        around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        assert around is not None, "within a checkpointed region"
+        self._pack, self.unpack = around
+
+    def pack(self, tensor: Tensor) -> Any:
+        return self._pack(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)
 
 
 class _Hooks:
