@@ -184,9 +184,9 @@ def own_bound(contest: Contest, point: SweepPoint) -> Bound:
     graph = contest.explorer.graph
     seconds = contest.bench.seconds(graph)
     if point.plan is None:
-        return lower_bound(graph, seconds, point.budget_bytes)
+        return lower_bound(graph, seconds, point.budget_bytes - graph.beside_bytes)
     known = point.plan.figures.step_seconds - sum(seconds)
-    peak = point.plan.figures.peak_requested_bytes
+    peak = point.plan.figures.peak_requested_bytes - graph.beside_bytes
     return lower_bound(graph, seconds, peak, lives=contest.explorer.lives, known_cost=known)
 
 

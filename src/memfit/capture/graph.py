@@ -141,6 +141,12 @@ class StepGraph:
         return sum(storage.size_bytes for storage in self.storages if storage.born < 0)
 
     @property
+    def beside_bytes(self) -> int:
+        """Bytes that are allocated before the step and after it and that no operator shows (workspaces of
+        cuBLAS), where that was measured; not in `live_bytes`."""
+        return int(self.meta.get("beside_bytes", 0))
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes that forward passes leave for their backward passes (all micro-batches together)."""
         return sum(storage.size_bytes for storage in self.storages if storage.saved)

@@ -20,6 +20,10 @@ class TemporaryMemory:
     def __init__(self, device_type: str) -> None:
         self._is_counted = device_type == "cuda"
 
+    def now(self) -> int:
+        """Requested bytes now."""
+        return int(self._requested()["current"]) if self._is_counted else 0
+
     def before(self) -> int:
         """Requested bytes now; to be given to `after`."""
         if not self._is_counted:

@@ -74,13 +74,15 @@ class StepTracker(TorchDispatchMode):
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in self._trained()
         ]
+        begun = 0 if self._temporaries is None else self._temporaries.now()
         try:
             with _uncompiled(), self._attribution, self:
                 self._step.run(self._on_phase)
         finally:
             for hook in hooks:
                 hook.remove()
-        return self._graph()
+        ended = 0 if self._temporaries is None else self._temporaries.now()
+        return self._graph(min(begun, ended))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -260,8 +262,9 @@ class StepTracker(TorchDispatchMode):
             if record.died < 0 and record.category == "temporary":
                 record.category, record.saved = "activation", saved
 
-    def _graph(self) -> StepGraph:
+    def _graph(self, allocated_bytes: int) -> StepGraph:
         step = self._step
+        resting = sum(record.size_bytes for record in self._records if record.born < 0)
         return StepGraph(
             ops=tuple(self._ops),
             storages=tuple(
@@ -285,6 +288,7 @@ class StepTracker(TorchDispatchMode):
                 "precision": step.workload.precision,
                 "unattributed_ops": self._attribution.unresolved,
                 "outside_of_modules": self._outside,
+                "beside_bytes": max(allocated_bytes - resting, 0),
             },
         )
 

@@ -219,6 +219,7 @@ def _bounds(
     known = chosen.seconds - total
     peaks = ((budget_bytes, None), (chosen.peaks.requested_bytes, known))
     for number, (peak, known_cost) in enumerate(peaks):
+        peak -= outcome.graph.beside_bytes
         bound = lower_bound(outcome.graph, seconds, peak, lives=outcome.lives, known_cost=known_cost)
         percents.append(100.0 * bound.cost / total if bound.feasible and total else None)
         show("lower bound", number + 1, 2)

@@ -191,6 +191,7 @@ class FrontSearch:
             progress=lambda stage, done, total: None,
             notes=self.notes,
             local_steps=LOCAL_STEPS,
+            all_named=True,
         )
         self.progress("leanest plans", 0, 1)
         explorer.explore(1)  # nothing fits that: the leanest plan of each lever is run, and all known ones
@@ -200,7 +201,8 @@ class FrontSearch:
             if not self._reserves(self.plain) <= budget:
                 explorer.explore(budget)
         self.progress("lower bound", 0, 1)
-        return self._points(budgets, lower_bounds(graph, seconds, budgets), sum(seconds))
+        rooms = [budget - graph.beside_bytes for budget in budgets]
+        return self._points(budgets, lower_bounds(graph, seconds, rooms), sum(seconds))
 
     def _budgets(self) -> tuple[int, ...]:
         possible = [self._reserves(t) for t in self.bench.tries.values() if t.peaks.failure is None]
