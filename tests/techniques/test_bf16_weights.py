@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memfit.capture import capture_step
 from memfit.core.errors import UsageError
 from memfit.core.workload import Workload
-from memfit.techniques import MixedPrecisionTraining, bf16_weights, undo
+from memfit.techniques import LowMemoryOptimizer, MixedPrecisionTraining, bf16_weights, undo, undo_all
 from memfit.techniques.bf16_weights import join_bits, round_stochastically, split_bits
 
 LR, STEPS = 6e-4, 100
@@ -80,6 +80,37 @@ def test_updates_smaller_than_the_spacing_of_bf16_do_not_vanish(rounding: str) -
     moved, fully = (model.weight.detach() - 1 for model in (net, full))
     assert float(moved.abs().mean()) == pytest.approx(float(fully.abs().mean()), rel=0.01)
     assert float((moved - fully).abs().mean()) < (0.015 if rounding == "stochastic" else 0.0003)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about kernels that are not found without a GPU
+@pytest.mark.parametrize(
+    ("first", "backend"), [("weights", "bitsandbytes"), ("state", "bitsandbytes"), ("weights", "torchao")]
+)
+def test_small_updates_stay_under_8_bit_state_too(backend: Any, first: str) -> None:
+    """The state is that of 8-bit AdamW over fp32 weights: no scale or table of it is rounded to bf16."""
+    pytest.importorskip(backend)
+    moved, states = [], []
+    small = LowMemoryOptimizer(backend=backend)
+    low = MixedPrecisionTraining(precision="bf16", weights="bf16", rounding="kahan")
+    for techniques in ((), (small,), (low, small) if first == "weights" else (small, low)):
+        torch.manual_seed(0)
+        net, target = nn.Linear(64, 96, bias=False), torch.randn(32, 96)
+        nn.init.ones_(net.weight)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.0)
+        for technique in techniques:
+            technique.apply(net, optimizer)
+        for _ in range(20):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(torch.randn(32, 64)).float(), target).backward()
+            optimizer.step()
+        assert net.weight.dtype == (torch.bfloat16 if low in techniques else torch.float32)
+        state = optimizer.state[net.weight]
+        states.append({k: (type(v), v.dtype) for k, v in state.items() if isinstance(v, Tensor)})
+        undo_all(net)
+        moved.append(net.weight.detach() - 1)
+    assert states[2] == states[1] != states[0]
+    errors = [float((each - moved[0]).abs().mean() / moved[0].abs().mean()) for each in moved[1:]]
+    assert errors[0] < 0.05 and errors[1] < 0.1
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])

@@ -250,7 +250,7 @@ class BFloat16Weights:
         held.copy_(lowered)
 
     def _lowered_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        if self._moments == "fp32":
+        if self._moments == "fp32" or _is_quantized(state):
             return dict(state)
         return {
             name: round_stochastically(held, self._generator(held.device)) if _is_moment(held) else held
@@ -340,7 +340,14 @@ def _own(value: Any, parameter: Tensor, piece: slice | None) -> Any:
 
 
 def _is_moment(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+    """A plain tensor: those of other classes hold their own form of it (torchao's quantized ones)."""
+    plain = type(value) in (Tensor, nn.Parameter)
+    return plain and value.is_floating_point() and value.dim() > 0
+
+
+def _is_quantized(state: Mapping[str, Any]) -> bool:
+    """Whether what is in floating point are the scales and tables of moments in 8 bits (bitsandbytes)."""
+    return any(isinstance(value, Tensor) and value.dtype == torch.uint8 for value in state.values())
 
 
 def _raised(value: Any, like: Tensor) -> Any:
