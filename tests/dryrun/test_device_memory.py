@@ -188,6 +188,25 @@ def test_a_broken_file_is_passed_over_by_predictions_and_told_when_asked_for(
         all_calibrations()
 
 
+@pytest.mark.parametrize(
+    ("reserved", "rule", "level"),
+    [
+        (60 * MIB, 30 * MIB, "medium"),  # half of the peak, and a twentieth of the device's memory
+        (60 * MIB, 300 * MIB, "low"),
+        (10 * GIB, GIB, "medium"),
+        (1 * GIB, GIB, "low"),
+    ],
+)
+def test_workspaces_beside_the_peaks_are_judged_by_the_device_memory(
+    reserved: int, rule: int, level: str
+) -> None:
+    peaks = {"peak_requested_bytes": reserved, "peak_allocated_bytes": reserved}
+    found = result(peak_reserved_bytes=reserved, estimates={libraries.BESIDE_THE_PEAKS: rule}, **peaks)
+    judged = with_confidence(found)
+    assert judged.confidence == level
+    assert judged.confidence_reasons[0].startswith("sizes by a rule")
+
+
 def test_json_goes_there_and_back_and_old_results_are_read() -> None:
     found = with_confidence(result(estimates={libraries.BESIDE_THE_PEAKS: GIB}))
     text = json.dumps(found.to_json())

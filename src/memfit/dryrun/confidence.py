@@ -6,6 +6,9 @@
 | ``high`` | what is not known changes the reserved peak by less than 1 %, as far as it was tried |
 | ``medium`` | by less than 10 %; or workspaces of cuDNN, buffers of NCCL, or answers that were not tried |
 | ``low`` | by more; or the run did not come to its end; or calls to the GPU's libraries did nothing |
+
+Workspaces of convolutions are in no peak: they are judged by the share of the device's memory that they
+leave open.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memfit.core.units import format_bytes
-from memfit.dryrun.device_memory import with_device_memory
+from memfit.dryrun.device_memory import WORKSPACES, with_device_memory
+from memfit.dryrun.libraries import BESIDE_THE_PEAKS
 from memfit.dryrun.result import Confidence, DryRunResult
 
 _LEVELS: tuple[Confidence, ...] = ("exact", "high", "medium", "low")
 
 Reason = tuple[Confidence, str]
 """The best level that a fact allows, and the fact."""
+
+SMALL_SHARE, LARGE_SHARE = 0.01, 0.1
 
 NOT_COMPUTED = "the values of"
 KEPT = "kept:"
@@ -35,10 +41,11 @@ TAKEN_AS_EXPECTED = "sizes that depend on unknown values: taken as expected (see
 def with_confidence(result: DryRunResult) -> DryRunResult:
     """``result`` with its level of confidence and the reasons for it, the gravest first; and with the
     device's memory as low, expected and high."""
+    result = with_device_memory(result)
     reasons = sorted(_reasons(result), key=lambda reason: -_LEVELS.index(reason[0]))
     level = reasons[0][0] if reasons else "exact"
     texts = tuple(text for _, text in reasons)
-    return with_device_memory(replace(result, confidence=level, confidence_reasons=texts))
+    return replace(result, confidence=level, confidence_reasons=texts)
 
 
 def _reasons(result: DryRunResult) -> Iterator[Reason]:
@@ -63,13 +70,30 @@ def level_of_note(note: str) -> Confidence | None:
 
 
 def _estimates(result: DryRunResult) -> Iterator[Reason]:
-    total = sum(result.estimates.values())
-    if result.estimates:
-        named = ", ".join(
-            f"{name} {format_bytes(size) if size else 'not in the peaks'}"
-            for name, size in result.estimates.items()
-        )
-        yield _by_share(total, result), f"sizes by a rule, not by the library itself: {named}"
+    if not result.estimates:
+        return
+    named = ", ".join(
+        f"{name} {format_bytes(size) if size else 'not in the peaks'}"
+        for name, size in result.estimates.items()
+    )
+    inside = sum(size for name, size in result.estimates.items() if name != BESIDE_THE_PEAKS)
+    level = max(_by_share(inside, result), _of_workspaces(result), key=_LEVELS.index)
+    yield level, f"sizes by a rule, not by the library itself: {named}"
+
+
+def _of_workspaces(result: DryRunResult) -> Confidence:
+    """By half the width of their part, the error to either side, as a share of all that is expected.
+
+    On a small model the largest workspace may be half of the reserved peak, and still little on the device.
+    """
+    memory = result.device_memory
+    parts = [part for part in memory.parts if part.name == WORKSPACES] if memory is not None else []
+    if not parts:
+        return "high"
+    assert memory is not None
+    width = sum(part.high_bytes - part.low_bytes for part in parts)
+    share = width / 2 / max(1, memory.expected_bytes)
+    return "medium" if share < LARGE_SHARE else "low"
 
 
 def _interval(result: DryRunResult) -> Iterator[Reason]:
@@ -104,4 +128,4 @@ def _interval(result: DryRunResult) -> Iterator[Reason]:
 
 def _by_share(size_bytes: int, result: DryRunResult) -> Confidence:
     share = size_bytes / max(1, result.peak_reserved_bytes)
-    return "high" if share < 0.01 else "medium" if share < 0.1 else "low"
+    return "high" if share < SMALL_SHARE else "medium" if share < LARGE_SHARE else "low"

@@ -17,6 +17,9 @@ from memfit.dryrun.calibration import Calibration, find_calibration
 from memfit.dryrun.result import DryRunResult
 from memfit.dryrun.uncertainty import Part, Uncertain
 
+WORKSPACES = "cuDNN workspaces"
+"""The part of what convolutions add."""
+
 _OF_NCCL = ("NCCL communicator", "NCCL buffers")
 _COUNTED_ELSEWHERE = ("cuDNN workspace", libraries.BESIDE_THE_PEAKS, *_OF_NCCL)
 
@@ -146,7 +149,7 @@ def _convolutions(sources: _Sources) -> Part | None:
     expected = int(spread.expected * usual * rule)
     high = int(most * max(rule, min(spread.high * rule, cache.high * reserved)))
     why = f"the largest workspace by the rule is {rule} bytes" + ("; measured" if calibration else "")
-    return Part("cuDNN workspaces", low, expected, high, why)
+    return Part(WORKSPACES, low, expected, high, why)
 
 
 def _unsized_convolutions(result: DryRunResult) -> Part | None:
@@ -156,7 +159,7 @@ def _unsized_convolutions(result: DryRunResult) -> Part | None:
     cache, reserved = libraries.CACHING_SHARE, result.peak_reserved_bytes
     slack = max(0, reserved - result.peak_allocated_bytes)
     low = -min(slack, int(-cache.low * reserved))
-    return Part("cuDNN workspaces", low, 0, int(cache.high * reserved), cache.source)
+    return Part(WORKSPACES, low, 0, int(cache.high * reserved), cache.source)
 
 
 def _ruled_sizes(sources: _Sources) -> Part | None:
