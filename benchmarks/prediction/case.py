@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -109,11 +109,30 @@ class Source:
         return file.name == self.name or file.head.get("source") == self.title
 
     def cases(self, file: RowsFile) -> list[Case]:
-        """`workloads`, of which none may be lost."""
-        cases = list(self.workloads(file))
-        if [case.row for case in cases] != list(file.rows):
-            raise AssertionError(f"{self.name} gave {len(cases)} cases for {len(file.rows)} rows, or others")
-        return cases
+        """`workloads`, of which none may be lost; a row without what they read is left out with the reason."""
+        unread = {number: why for number, row in enumerate(file.rows) if (why := self._unread(file, row))}
+        whole = [row for number, row in enumerate(file.rows) if number not in unread]
+        cases = list(self.workloads(replace(file, rows=tuple(whole))))
+        if [case.row for case in cases] != whole:
+            raise AssertionError(f"{self.name} gave {len(cases)} cases for {len(whole)} rows, or others")
+        rebuilt = iter(cases)
+        return [
+            Case(row=row, name=f"{file.name} {number + 1}", excluded=unread[number])
+            if number in unread
+            else next(rebuilt)
+            for number, row in enumerate(file.rows)
+        ]
+
+    def _unread(self, file: RowsFile, row: Mapping[str, Any]) -> str:
+        """Why a row cannot be rebuilt at all; "" where it can, or where its source says why not itself."""
+        try:
+            for case in self.workloads(replace(file, rows=(row,))):
+                case.measured_bytes  # noqa: B018  (it is computed from the row)
+        except KeyError as problem:
+            return f"the row says nothing of {problem}, or names one that is not known"
+        except (AttributeError, IndexError, StopIteration, TypeError, ValueError) as problem:
+            return f"the row is not of this source's form ({type(problem).__name__}: {problem})"
+        return ""
 
 
 def left_out(file: RowsFile, reason: str) -> list[Case]:

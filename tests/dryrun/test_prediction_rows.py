@@ -60,6 +60,17 @@ def test_rows_that_are_not_rebuilt_are_listed_with_the_reason() -> None:
     assert name == "elsewhere" and len(unknown) == 3 and all(case.excluded for case in unknown)
 
 
+def test_rows_without_what_their_source_reads_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    broken = [{"measured_bytes": 1}, {"oom": True}, {key: 3 for key in liger_row()}, liger_row(x_name=[])]
+    for source in SOURCES:
+        _, cases = cases_of(rows_file(broken, name=source.name), SOURCES)
+        assert [case.row for case in cases] == broken
+        assert all(case.excluded for case in cases[:2]), source.name
+    path = tmp_path / "liger_kernel.json"
+    path.write_text(json.dumps({"rows": broken[:3]}))
+    assert command.main([str(path)]) == 0
+
+
 def test_a_source_that_loses_a_row_is_found_out() -> None:
     careless = Source(name="rows", title="", goal="", goal_percent=1.0, workloads=lambda file: [])
     with pytest.raises(AssertionError, match="0 cases for 1 rows"):
