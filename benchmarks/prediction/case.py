@@ -109,7 +109,7 @@ class Source:
         return file.name == self.name or file.head.get("source") == self.title
 
     def cases(self, file: RowsFile) -> list[Case]:
-        """`workloads`, of which none may be lost; a row without what they read is left out with the reason."""
+        """`workloads`, of which none may be lost; a row without what they read is left out with a reason."""
         unread = {number: why for number, row in enumerate(file.rows) if (why := self._unread(file, row))}
         whole = [row for number, row in enumerate(file.rows) if number not in unread]
         cases = list(self.workloads(replace(file, rows=tuple(whole))))

@@ -61,7 +61,7 @@ def test_rows_that_are_not_rebuilt_are_listed_with_the_reason() -> None:
 
 
 def test_rows_without_what_their_source_reads_are_left_out_with_the_reason(tmp_path: Path) -> None:
-    broken = [{"measured_bytes": 1}, {"oom": True}, {key: 3 for key in liger_row()}, liger_row(x_name=[])]
+    broken = [{"measured_bytes": 1}, {"oom": True}, dict.fromkeys(liger_row(), 3), liger_row(x_name=[])]
     for source in SOURCES:
         _, cases = cases_of(rows_file(broken, name=source.name), SOURCES)
         assert [case.row for case in cases] == broken
