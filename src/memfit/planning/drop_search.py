@@ -26,11 +26,16 @@ DEEP_SHARE = 0.05
 """Plans that recompute more than this part of the step are compared with the program's for the same peak."""
 POLISH_SHARES = (1.0, 1.002, 1.005)
 """Of the peak that they have."""
-LEAN_SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
+NO_BUDGET = 1
+"""Bytes: asks for the least that any plan needs."""
+LEAN_SHARES = (
+    *(0.0, 0.002, 0.004, 0.006, 0.008, 0.01, 0.013, 0.016, 0.02, 0.025),
+    *(0.03, 0.035, 0.04, 0.05, 0.06, 0.07, 0.08, 0.1, 0.12, 0.15, 0.2),
+)
 """Plans that are run in search of the least reserved peak: shares of what lies between the least sum and the
 plain step's. What the allocator reserves over the sums differs much between them."""
-LEAN_STEPS = 4
-"""How often the middle between the best of them and its neighbours is run too."""
+HOPELESS_STEP = 10
+"""Where even the least sum exceeds the budget, only every tenth of them is run."""
 
 Seconds = Callable[[StepGraph], Sequence[float]]
 Capture = Callable[[Sequence[Settings]], StepGraph | None]
@@ -164,27 +169,19 @@ class DropSearch:
         return tried
 
     def least(self) -> list[Try]:
-        """Plans with sums about the least, until none reserves less."""
-        tried: dict[float, Try] = {}
+        """Plans with sums about the least, until one fits."""
         leanest = self.program.leanest()
-        if self._learns(self._try(leanest), leanest):
+        tried = [self._try(leanest)]
+        if self._learns(tried[0], leanest):
             leanest = self.program.leanest()
-        for share in LEAN_SHARES:
-            self._add_lean(tried, share)
-        for _ in range(LEAN_STEPS if tried else 0):
-            shares = sorted(tried)
-            best = min(shares, key=lambda share: (tried[share].peaks.reserved_bytes, -share))
-            near = [share for share in (*shares[:1], *shares) if share != best]
-            for other in sorted(near, key=lambda share: abs(share - best))[:2]:
-                self._add_lean(tried, (best + other) / 2)
-        return list(tried.values())
-
-    def _add_lean(self, tried: dict[float, Try], share: float) -> None:
-        found = self.program.lean(share)
-        if found is not None:
-            attempt = self._try(found)
-            if attempt.peaks.failure is None:
-                tried[share] = attempt
+        is_hopeless = NO_BUDGET < self.budget_bytes < leanest.peak_bytes
+        for share in LEAN_SHARES[:: HOPELESS_STEP if is_hopeless else 1]:
+            found = self.program.lean(share)
+            if found is not None:
+                tried.append(self._try(found))
+                if tried[-1].peaks.failure is None and tried[-1].peaks.reserved_bytes <= self.budget_bytes:
+                    break
+        return tried
 
     def _try(self, drops: Drops) -> Try:
         keeps = tuple(self.program.keeps(drops.kept).items())
