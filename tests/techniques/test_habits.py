@@ -20,6 +20,7 @@ from memfit.techniques import (
     LoRA,
     OptimizerInBackward,
     Technique,
+    applied_techniques,
     mixed_precision_of,
     undo,
 )
@@ -154,14 +155,21 @@ def test_hooks_run_once_and_nothing_is_held_when_the_model_is_dropped(name: str)
 def test_a_forward_put_on_top_is_told_with_the_technique_below(name: str) -> None:
     model, _, technique = _applied(name)
     replaced = [m for m in model.modules() if isinstance(vars(m).get("forward"), ReplacedForward)]
+    forwards = [vars(m)["forward"] for m in replaced]
     if not replaced:
         assert undo(model) is technique
         return
-    for module in replaced:
-        module.forward = lambda *args, **kwargs: None
-    with pytest.raises(UsageError, match="take that replacement back first") as refused:
-        undo(model)
-    assert technique.name in str(refused.value).replace(" ", "_")
+    top = replaced[-1]
+    below, top.forward = top.forward, lambda *args, **kwargs: None
+    for _ in range(2):
+        with pytest.raises(UsageError, match="take that replacement back first") as refused:
+            undo(model)
+        assert technique.name in str(refused.value).replace(" ", "_")
+        assert [vars(m).get("forward") for m in replaced[:-1]] == forwards[:-1], "nothing was taken back"
+    assert applied_techniques(model) == (technique,)
+    top.forward = below
+    assert undo(model) is technique
+    assert not any(isinstance(vars(m).get("forward"), ReplacedForward) for m in model.modules())
 
 
 def test_steps_in_the_backward_pass_notice_that_gradients_come_back(one_process_group: None) -> None:

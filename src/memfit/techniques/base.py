@@ -121,7 +121,8 @@ def undo(model: nn.Module) -> Technique:
     """Takes back the technique that was applied to ``model`` last, and returns it.
 
     Raises:
-        UsageError: nothing is applied to this model.
+        UsageError: nothing is applied to this model, or something was put on top of what is to be taken back,
+            which stays applied then.
     """
     record = _RECORDS.get(bare_model(model))
     if not record:
@@ -129,8 +130,9 @@ def undo(model: nn.Module) -> Technique:
             f"nothing to undo: no technique is applied to this {type(model).__name__} "
             "(a copy of a model has no record of its own: undo before copying)"
         )
-    entry = record.pop()
+    entry = record[-1]
     entry.undo()
+    record.pop()
     return entry.technique
 
 

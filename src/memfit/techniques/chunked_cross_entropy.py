@@ -4,7 +4,6 @@ model's step."""
 from __future__ import annotations
 
 import typing
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -90,6 +89,9 @@ class ChunkedCrossEntropy(Technique):
         )
 
     def change(self, model: nn.Module, optimizer: Optimizer | None) -> Undo:
+        from memfit.techniques.deferred_forward import DeferredForward
+        from memfit.techniques.replaced_forward import set_forwards
+
         refuse_second(model, ChunkedCrossEntropy)
         _refuse_sharded(model)
         name, layer = self._output_layer(model)
@@ -98,15 +100,7 @@ class ChunkedCrossEntropy(Technique):
             from memfit.techniques.liger_cross_entropy import check_liger
 
             check_liger(name, layer)
-        layer.forward = DeferredForward(layer, self.chunks, self.backend)
-        reference = weakref.ref(layer)
-
-        def undo() -> None:
-            changed = reference()
-            if changed is not None:
-                del changed.forward
-
-        return undo
+        return set_forwards([(layer, DeferredForward(layer, self.chunks, self.backend))], self.name)
 
     def _output_layer(self, model: nn.Module) -> tuple[str, nn.Module]:
         from memfit.techniques.blocks import get_block
@@ -120,30 +114,6 @@ class ChunkedCrossEntropy(Technique):
                 "vocabulary); name it: ChunkedCrossEntropy(layer='head')"
             )
         return found
-
-
-class DeferredForward:
-    """The forward of an output layer whose logits are computed on demand. Refers to its layer weakly."""
-
-    def __init__(self, layer: nn.Module, chunks: int, backend: Backend = "torch") -> None:
-        self._layer = weakref.ref(layer)
-        self._chunks, self._backend = chunks, backend
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return DeferredForward, (self._layer(), self._chunks, self._backend)
-
-    def __call__(self, input: Any) -> Any:
-        import torch
-
-        from memfit.techniques.autocast_state import autocast_dtype
-        from memfit.techniques.deferred_logits import OutputLayer, defer
-
-        layer: Any = self._layer()
-        needed = input.requires_grad or layer.weight.requires_grad
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and needed) or input.dim() < 2:
-            return torch.nn.Linear.forward(layer, input)
-        dtype = autocast_dtype(input.device.type) or input.dtype
-        return defer(input, OutputLayer(layer.weight, layer.bias, dtype, self._chunks, self._backend))
 
 
 def find_output_layer(model: nn.Module) -> tuple[str, nn.Module] | None:

@@ -149,8 +149,8 @@ class MixedPrecisionTraining(Technique):
         held = self._lowered(model, optimizers, kept) if self.weights == "bf16" else None
         run = self._run_for(model, low)
         undos = [] if held is None else [held.apply(optimizers)]
-        undos.append(_set_forwards(model, kept, run))
         undos.append(run.add(optimizers))
+        undos.append(_set_forwards(model, kept, run))
         reference = weakref.ref(bare_model(model))
 
         def undo() -> None:

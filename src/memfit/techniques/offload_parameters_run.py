@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from memfit.core.errors import UsageError
 from memfit.techniques.base import Undo
 from memfit.techniques.offload_parameters import check_device
-from memfit.techniques.replaced_forward import ReplacedForward
+from memfit.techniques.replaced_forward import ReplacedForward, set_forwards
 from memfit.techniques.saved_tensors import AsItIs, is_recomputed
 
 if TYPE_CHECKING:
@@ -35,22 +35,22 @@ def offload(technique: ParameterOffload, model: nn.Module, blocks: list[tuple[st
                 parameter.data = parameter.data.cpu().pin_memory()
     removals: list[Any] = []
     train = Train(device)
+    visited = blocks if device.type == "cuda" else []
+    forwards = [(block, VisitingForward(block, train.add(parameters[name]))) for name, block in visited]
+    take_off = set_forwards(forwards, technique.name)
     if device.type == "cuda":
-        for name, block in blocks:
-            car = train.add(parameters[name])
-            block.forward = VisitingForward(block, car)
+        for name, _ in blocks:
             for parameter in parameters[name]:
                 if parameter.requires_grad:
                     removals += HostGradient(parameter).handles
     references = [weakref.ref(block) for _, block in blocks]
 
     def undo() -> None:
+        take_off()
         for removal in removals:
             removal.remove()
         train.only()
         for block in filter(None, (reference() for reference in references)):
-            if isinstance(vars(block).get("forward"), VisitingForward):
-                del block.forward
             for parameter in block.parameters():
                 if id(parameter) in homes:
                     parameter.data = parameter.data.to(homes[id(parameter)], copy=True)

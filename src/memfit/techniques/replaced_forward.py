@@ -43,22 +43,24 @@ class ReplacedForward:
 
 
 def set_forwards(forwards: Iterable[tuple[nn.Module, ReplacedForward]], technique: str) -> Undo:
-    """Puts each forward on its module; gives back what takes them off again. Holds the modules weakly."""
+    """Puts each forward on its module; gives back what takes them off again. Holds the modules weakly.
+
+    Taking them off raises UsageError, and changes nothing, where another forward is on top of one.
+    """
     placed = []
     for module, forward in forwards:
         module.forward = forward  # type: ignore[assignment]
         placed.append((weakref.ref(module), forward))
 
     def undo() -> None:
-        for reference, forward in reversed(placed):
-            module = reference()
-            if module is None:
-                continue
+        there = [(module, forward) for reference, forward in placed if (module := reference()) is not None]
+        for module, forward in {id(module): (module, forward) for module, forward in there}.values():
             if vars(module).get("forward") is not forward:
                 raise UsageError(
                     f"the forward of a {type(module).__name__} was replaced after {technique} was "
                     "applied; take that replacement back first"
                 )
+        for module, forward in reversed(there):
             del module.forward
             if forward.previous is not None:
                 module.forward = forward.previous

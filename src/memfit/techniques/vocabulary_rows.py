@@ -59,16 +59,15 @@ def pad_rows(root: nn.Module, layer: Any, rows: int, optimizer: torch.optim.Opti
     held = [weight for weight in (layer.weight, getattr(layer, "bias", None)) if weight is not None]
     for weight in held:
         _resize(weight, rows, optimizer)
-    take_off = [set_forwards([(layer, CutForward(layer, None, true))], "vocabulary_padding")]
+    take_off = set_forwards([(layer, CutForward(layer, None, true))], "vocabulary_padding")
     handles = [handle for module, keys in _owners(root, held) for handle in _hook(module, keys, true)]
     references = [weakref.ref(weight) for weight in held]
     optimizer_reference = None if optimizer is None else weakref.ref(optimizer)
 
     def undo() -> None:
+        take_off()
         for handle in handles:
             handle.remove()
-        for off in take_off:
-            off()
         for reference in references:
             weight = reference()
             if weight is not None:
