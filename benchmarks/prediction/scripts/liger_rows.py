@@ -13,12 +13,13 @@ import statistics
 import sys
 
 import liger_heads
+import liger_layers
 import liger_operators
 import torch
 from liger_bench import Bench, Row
 from reading import tell
 
-OPERATIONS = {**liger_operators.OPERATIONS, **liger_heads.OPERATIONS}
+OPERATIONS = {**liger_operators.OPERATIONS, **liger_heads.OPERATIONS, **liger_layers.OPERATIONS}
 RUNS = 10
 
 
