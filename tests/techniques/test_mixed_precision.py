@@ -333,6 +333,21 @@ def test_sparse_gradients_are_unscaled_and_not_clipped() -> None:
     assert float(table.weight.grad.coalesce().values().max()) == 0.5, "two of four, averaged and unscaled"
 
 
+def test_complex_gradients_are_unscaled() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+    net = nn.ParameterList([weight])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    mp = MixedPrecisionTraining(precision="fp16")
+    mp.apply(net, optimizer)
+    for factor, skipped in ((2.0, 0), (float("inf"), 1)):
+        mp.scale_loss((weight * torch.tensor([1.0, 2.0j, 3.0])).abs().square().sum() * factor).backward()
+        optimizer.step()
+        assert mp.skipped_steps == skipped
+        if not skipped:
+            assert torch.equal(weight.grad, torch.tensor([4.0, 16.0, 36.0], dtype=torch.cfloat))
+        optimizer.zero_grad()
+
+
 def test_an_evaluation_can_be_in_fp32_and_undo_ends_it_all() -> None:
     mp, net, optimizer = _started(precision="bf16")
     plain = _net()(X)

@@ -118,7 +118,9 @@ def all_finite(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient, in its memory: of sparse ones those that are there, of complex ones pairs."""
     if gradient.is_sparse:
-        return gradient._values()
+        gradient = gradient._values()
     local = getattr(gradient, "to_local", None)
-    return local() if callable(local) else gradient
+    values: torch.Tensor = local() if callable(local) else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
