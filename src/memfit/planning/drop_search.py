@@ -20,6 +20,8 @@ TIGHT_SHARE = 0.97
 LUCK_SHARE = 0.01
 """By how much of the budget a neighbour may exceed it by its sum and still be run: segments may suit it."""
 
+AT_ONCE = 2
+"""Neighbours that are run at the same time; the first that fits counts, so that the plan is the same."""
 LONGER_SHARE = 0.02
 """A plan that requests this much more than its sum holds results longer than operators read them."""
 DEEP_SHARE = 0.05
@@ -126,9 +128,12 @@ class DropSearch:
         while drops is not None and self.bench.evaluations < last:
             overhead = start.peaks.reserved_bytes - drops.peak_bytes
             better = None
-            for neighbour in self._neighbours(drops, int(self.budget_bytes * (1 + LUCK_SHARE)) - overhead):
+            neighbours = self._neighbours(drops, int(self.budget_bytes * (1 + LUCK_SHARE)) - overhead)
+            for number, neighbour in enumerate(neighbours):
                 if self.bench.evaluations >= last:
                     return tried
+                if number % AT_ONCE == 0:
+                    self._ahead(neighbours[number : number + min(AT_ONCE, last - self.bench.evaluations)])
                 attempt = self._try(neighbour)
                 tried.append(attempt)
                 if attempt.peaks.failure is None and attempt.peaks.reserved_bytes <= self.budget_bytes:
@@ -161,12 +166,10 @@ class DropSearch:
     def sweep(self, points: int) -> list[Try]:
         """Plans for budgets spread evenly between this one and the plain step's peak: they draw the front."""
         low, high = min(self.budget_bytes, self._plain_bytes), self._plain_bytes
-        tried = []
-        for point in range(1, points + 1):
-            found = self.program.solve(low + (high - low) * point // (points + 1))
-            if found is not None:
-                tried.append(self._try(found))
-        return tried
+        peaks = (low + (high - low) * point // (points + 1) for point in range(1, points + 1))
+        found = [drops for drops in map(self.program.solve, peaks) if drops is not None]
+        self._ahead(found)
+        return list(map(self._try, found))
 
     def least(self) -> list[Try]:
         """Plans with sums about the least, until one fits."""
@@ -183,10 +186,15 @@ class DropSearch:
                     break
         return tried
 
+    def _ahead(self, drops: Sequence[Drops]) -> None:
+        self.bench.evaluate_ahead([(self.lever, self._schedule(d)) for d in drops])
+
+    def _schedule(self, drops: Drops) -> Rematerialized:
+        return Rematerialized(keeps=tuple(self.program.keeps(drops.kept).items()))
+
     def _try(self, drops: Drops) -> Try:
-        keeps = tuple(self.program.keeps(drops.kept).items())
         attempt = self.bench.evaluate(
-            "planned", self.lever, Rematerialized(keeps=keeps), self.base_seconds + drops.seconds
+            "planned", self.lever, self._schedule(drops), self.base_seconds + drops.seconds
         )
         self._found[attempt.key] = drops
         return attempt

@@ -8,10 +8,12 @@ allocator as in a process of its own, and what it reserves is what it would rese
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from memfit.core.errors import MemfitError, ToolFailure, UsageError
 from memfit.dryrun.interception import resume
 from memfit.planning.evaluate_compiled import compiled, is_compiled, is_fused
 from memfit.planning.figures import Settings
-from memfit.planning.fork import in_fork
+from memfit.planning.fork import begun_in_fork, in_fork
 from memfit.planning.plan import apply_settings, micro_batch_count, parameter_shapes, sample_count
 from memfit.techniques import TECHNIQUES, MixedPrecisionTraining, Technique, mixed_precision_of, undo
 from memfit.techniques.blocks import block_names
@@ -77,15 +79,25 @@ class Session:
         The plain step has run before, so whatever is raised here is the plan's doing: a reason not to take
         it.
         """
-        return self._or_failure(lambda: self._peaks(techniques))
+        return self.evaluate_all([techniques])[0]
+
+    def evaluate_all(self, plans: Sequence[Sequence[Settings]]) -> list[dict[str, Any]]:
+        """What `evaluate` says of each plan; as many run at once as this machine has cores."""
+        measures = [partial(self._peaks, plan) for plan in plans]
+        found, at_once = [], max(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, 1)
+        for first in range(0, len(measures), at_once):
+            group = measures[first : first + at_once]
+            begun = [begun_in_fork(measure) for measure in group]
+            found += [self._or_failure(*both) for both in zip(begun, group, strict=True)]
+        return found
 
     @staticmethod
-    def _or_failure(measure: Callable[[], dict[str, int]]) -> dict[str, Any]:
+    def _or_failure(wait: Callable[[], Any], measure: Callable[[], dict[str, int]]) -> dict[str, Any]:
         """What a fork measures, or why it could not. A fork that died says nothing of the plan: it is asked
         again, once."""
         try:
             try:
-                return dict(in_fork(measure))
+                return dict(wait())
             except ToolFailure:
                 return dict(in_fork(measure))
         except MemfitError as error:

@@ -54,6 +54,7 @@ class Explorer:
         progress: told as it goes on.
         notes: gets what could not be tried, in words.
         local_steps: how many neighbours of a lever's best plan are run.
+        all_named: run known schedules under a lever even where a plan under it beats them.
     """
 
     bench: Bench
@@ -64,6 +65,7 @@ class Explorer:
     progress: Progress
     notes: list[str]
     local_steps: int = LOCAL_STEPS
+    all_named: bool = False
     _budget_bytes: int = field(default=0, init=False)
     _graphs: dict[str, StepGraph | None] = field(default_factory=dict, init=False)
     _programs: dict[str, DropProgram] = field(default_factory=dict, init=False)
@@ -205,10 +207,13 @@ class Explorer:
         """
         tried = [self._plain_under(case)]
         if row.blocks and not self._fits(tried[0]):
-            tried += self._named(row, case, best)
+            known = self._named(row, case, best) if self.all_named else []
             drops = self._drops(case)
             if drops is not None:
                 tried += self._dropping(drops, tried[0], case, best)
+            if not self.all_named:
+                known = self._named(row, case, min([best, *(t.seconds for t in tried if self._fits(t))]))
+            tried += known
             if drops is None or not any(t.peaks.failure is None for t in tried if t.name == "planned"):
                 tried += self._choosing(case, tried, best)
         return min((t.seconds for t in tried if self._fits(t)), default=float("inf"))
@@ -243,7 +248,7 @@ class Explorer:
         return more
 
     def _named(self, row: Row, case: LeverProblem, best: float) -> list[Try]:
-        tried = []
+        wanted = []
         for name, schedule in named_schedules(row.works).items():
             choice = choice_of(case.problem, schedule)
             if choice is None:
@@ -253,8 +258,9 @@ class Explorer:
             if hopeless and not case.lever.is_none:
                 continue
             label = f"{name}, {case.lever.name}" if case.lever.name else name
-            tried.append(self.bench.evaluate(label, case.lever, schedule, seconds, named=True))
-        return tried
+            wanted.append((label, schedule, seconds))
+        self.bench.evaluate_ahead([(case.lever, schedule) for _, schedule, _ in wanted])
+        return [self.bench.evaluate(label, case.lever, *plan, named=True) for label, *plan in wanted]
 
     def _fits(self, tried: Try) -> bool:
         return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self._budget_bytes

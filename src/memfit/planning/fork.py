@@ -22,14 +22,23 @@ def in_fork(function: Callable[[], Any]) -> Any:
 
     Raises what the function raised, as an error of memfit's: WorkloadFailed for the workload's own.
     """
+    return begun_in_fork(function)()
+
+
+def begun_in_fork(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Starts ``function`` as `in_fork` does; what is returned waits for its result, and is to be called."""
     if not hasattr(os, "fork"):
-        return function()
+        return function
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         _answer(writing, function)
     os.close(writing)
+    return lambda: _result_of(child, reading)
+
+
+def _result_of(child: int, reading: int) -> Any:
     with os.fdopen(reading, "rb") as pipe:
         text = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

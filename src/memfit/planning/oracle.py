@@ -29,10 +29,14 @@ ROOMY_BYTES = 4 << 40
 well."""
 
 
+_APPLYING = ("memfit.techniques.recomputable_region", "memfit.techniques.selective")
+"""What applying most plans loads: else each fork loads it anew."""
+
+
 def preload(spec: str | None, module: str = "memfit.planning.evaluate") -> tuple[str, ...]:
     """What to load before the first fork: what the workload needs, what torch loads by itself later, and our
     own part."""
-    return (*preload_for(spec), "?torch._dynamo", module)
+    return (*preload_for(spec), "?torch._dynamo", module, *_APPLYING)
 
 
 class Remote(Protocol):
@@ -159,6 +163,11 @@ class StepOracle:
     def evaluate(self, techniques: Sequence[Settings]) -> Peaks:
         """See `Oracle`."""
         return Peaks(**self.session.call("evaluate", techniques=list(techniques)))
+
+    def evaluate_all(self, plans: Sequence[Sequence[Settings]]) -> list[Peaks]:
+        """What `evaluate` says of each plan, several run at once."""
+        found = self.session.call("evaluate_all", plans=[list(plan) for plan in plans])
+        return [Peaks(**peaks) for peaks in found]
 
     def with_workload(self, workload: Mapping[str, Any]) -> StepOracle:
         """An oracle of the same processes for another workload; close it by itself (``with``)."""

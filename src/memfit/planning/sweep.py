@@ -191,6 +191,7 @@ class FrontSearch:
             progress=lambda stage, done, total: None,
             notes=self.notes,
             local_steps=LOCAL_STEPS,
+            all_named=True,
         )
         self.progress("leanest plans", 0, 1)
         explorer.explore(1)  # nothing fits that: the leanest plan of each lever is run, and all known ones
