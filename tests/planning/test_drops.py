@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import nn
 
 from memfit.capture import capture_step
+from memfit.core.devices import find_gpu
 from memfit.core.workload import Workload
 from memfit.planning import drops
+from memfit.planning.bench import Bench, Peaks
 from memfit.planning.bound import lower_bound
-from memfit.planning.drop_search import first_round
+from memfit.planning.drop_search import DropSearch, first_round
 from memfit.planning.drops import DropProgram, Drops
+from memfit.planning.figures import Settings
+from memfit.planning.schedules import NO_LEVER
 from memfit.techniques import Rematerialization
 from memfit.techniques.recomputed_steps import RecomputedStep
 
@@ -151,3 +156,32 @@ def test_a_micro_batch_is_the_first_round_of_a_step() -> None:
     in_blocks = [[op.name for op in g.ops if op.phase == "forward" and op.module] for g in (one, whole)]
     assert in_blocks[0] == in_blocks[1]
     assert one.peak_bytes < whole.peak_bytes
+
+
+class Jumpy:
+    """An oracle whose allocator wastes a large block under the very leanest plans."""
+
+    def __init__(self, program: DropProgram, from_bytes: int) -> None:
+        self.program, self.from_bytes = program, from_bytes
+
+    def evaluate(self, techniques: Sequence[Settings]) -> Peaks:
+        step = self.program.step
+        peak = step.graph.peak_bytes
+        for settings in techniques:
+            peak = step.play(step.kept_by(settings["blocks"])).peak_bytes
+        wasted = peak // 4 if peak < self.from_bytes else 0
+        return Peaks(requested_bytes=peak, allocated_bytes=peak, reserved_bytes=peak + wasted)
+
+
+def test_the_least_reserved_peak_is_sought_among_lean_plans(program: DropProgram) -> None:
+    leanest, plain = program.leanest().peak_bytes, program.step.graph.peak_bytes
+    oracle = Jumpy(program, leanest + (plain - leanest) // 20)
+    bench = Bench(oracle, find_gpu("a100-80gb"), ("0", "1"))  # type: ignore[arg-type]
+    plain_try = bench.evaluate("plain", NO_LEVER, (None, None), 1.0)
+    search = DropSearch(bench, plain_try, 1.0, program, lambda techniques: None)
+    search.budget_bytes = 1
+    reserved = [tried.peaks.reserved_bytes for tried in search.least()]
+    assert reserved[0] == leanest + leanest // 4
+    assert min(reserved) < reserved[0]
+    search.budget_bytes = min(reserved)
+    assert search.least()[-1].peaks.reserved_bytes <= search.budget_bytes
