@@ -73,9 +73,15 @@ class Writer:
         return StepGraph(ops=tuple(self.ops), storages=storages, name="imitation", device="none")
 
 
-def step(blocks: int, plan: Mapping[str, Sequence[str]], *, loss_bytes: int = 24 * MIB) -> StepGraph:
+def step(
+    blocks: int,
+    plan: Mapping[str, Sequence[str]],
+    *,
+    loss_bytes: int = 24 * MIB,
+    offloaded: Sequence[str] = (),
+) -> StepGraph:
     """One step of ``blocks`` blocks (linear, gelu, linear), those in ``plan`` recomputed but for what they
-    save."""
+    save, those ``offloaded`` copied back for their backward pass."""
     w = Writer()
     weight = w.there(8 * MIB, "parameter")
     x = w.there(2 * MIB, "input")
@@ -87,7 +93,9 @@ def step(blocks: int, plan: Mapping[str, Sequence[str]], *, loss_bytes: int = 24
         y = w.op("aten.mm.default", f"{name}.down", "forward", [g, weight], 2 * MIB, flops=10**11)
         w.saved.add(y)
         saves = plan.get(name)
-        if saves is None:
+        if name in offloaded:
+            pass
+        elif saves is None:
             w.saved |= {a, g}
         elif "linear:0" in saves:
             w.saved.add(a)
@@ -100,6 +108,9 @@ def step(blocks: int, plan: Mapping[str, Sequence[str]], *, loss_bytes: int = 24
     for i in reversed(range(blocks)):
         name = f"h.{i}"
         x, a, g = kept[i]
+        if name in offloaded:
+            a = w.op("aten._to_copy.default", f"{name}.up", "backward", [], 8 * MIB)
+            g = w.op("aten._to_copy.default", f"{name}.act", "backward", [], 8 * MIB)
         if a is None:
             a = w.op("aten.mm.default", f"{name}.up", "recompute", [x, weight], 8 * MIB, flops=2 * 10**11)
         if g is None:
@@ -115,10 +126,11 @@ def step(blocks: int, plan: Mapping[str, Sequence[str]], *, loss_bytes: int = 24
 @dataclass
 class Imitation:
     """An oracle over `step`. ``surprise`` is added to the reserved bytes of every plan that a fresh process
-    runs."""
+    runs; ``offloads``: blocks can be offloaded."""
 
     blocks: int = 6
     surprise: int = 0
+    offloads: bool = False
     engine: str = "imitation"
     engine_reason: str | None = None
     asked: list[Any] = field(default_factory=list)
@@ -128,12 +140,20 @@ class Imitation:
 
     def graph(self, techniques: Sequence[Mapping[str, Any]]) -> StepGraph:
         plan: dict[str, Sequence[str]] = {}
+        offloaded: Sequence[str] = ()
         for settings in techniques:
-            plan |= settings.get("blocks", {})
-        return step(self.blocks, plan)
+            if settings["technique"] == "activation_offload":
+                offloaded = settings["blocks"]
+            else:
+                plan |= settings.get("blocks", {})
+        return step(self.blocks, plan, offloaded=offloaded)
 
     def evaluate(self, techniques: Sequence[Mapping[str, Any]]) -> Peaks:
         self.asked.append(techniques)
+        if not self.offloads and any(s["technique"] == "activation_offload" for s in techniques):
+            return Peaks(
+                requested_bytes=0, allocated_bytes=0, reserved_bytes=0, failure="nothing is offloaded"
+            )
         peak = self.graph(techniques).peak_bytes
         return Peaks(requested_bytes=peak, allocated_bytes=peak, reserved_bytes=reserved(peak))
 

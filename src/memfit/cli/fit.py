@@ -112,6 +112,15 @@ def fit(
             "own budgets and for the peak. Fused code needs --allow reordered.",
         ),
     ] = False,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--host-memory",
+            metavar="SIZE",
+            help="Host memory that plans which offload may use, like 16GiB; 0: none is offloaded. Default: "
+            "as much as they need.",
+        ),
+    ] = None,
     new_tokens: Annotated[
         int, typer.Option("--new-tokens", metavar="N", min=1, help="How many tokens --inference generates.")
     ] = 128,
@@ -130,7 +139,7 @@ def fit(
     asked = Asked(
         workload=chosen.workload, gpu=chosen.gpu, budget=chosen.budget,
         allow=allow, verify=verify, engine=engine,
-        report=report, plan_file=plan_file, png=png, compiled=compiled,
+        report=report, plan_file=plan_file, png=png, compiled=compiled, host_memory=host_memory,
     )  # fmt: skip
     asked.check_outputs()
     if sweep or maximize or inference or asked.gpu == "any":
@@ -177,6 +186,7 @@ class Asked:
     plan_file: Path | None
     png: Path | None
     compiled: bool = False
+    host_memory: str | None = None
 
     def check_outputs(self) -> None:
         """Every file can be written, which is checked before the long work. Raises UsageError."""
@@ -196,6 +206,7 @@ class Asked:
             "--budget": self.budget,
             "--allow": None if self.allow == Allow.exact else self.allow.value,
             "--engine": None if self.engine == EngineChoice.auto else self.engine.value,
+            "--host-memory": self.host_memory,
             "--report": self.report,
             "--plan": self.plan_file,
         }
@@ -208,6 +219,7 @@ STAGES: Mapping[str, str] = {
     "plain step": "running the plain step",
     "options": "measuring what blocks can keep",
     "plans": "trying plans",
+    "more levers": "trying what else can make room",
     "compiled plans": "compiling the model, its graph cut for the budget",
     "finalists": "running the best plans in processes of their own",
     "lower bound": "proving how little must be computed again",
@@ -234,6 +246,7 @@ def _search(asked: Asked, traces: Path, *, quiet: bool) -> FitResult:
             traces=traces,
             progress=lambda stage, done, total: update(STAGES.get(stage, stage), done, total),
             compiled=asked.compiled,
+            host_memory=asked.host_memory,
         )
 
 

@@ -52,6 +52,7 @@ def _search(asked: Asked, points: int, *, quiet: bool) -> SweepResult:
             points=points,
             allow=asked.allow.value,
             engine=asked.engine.value,
+            host_memory=asked.host_memory,
             progress=lambda stage, done, total: update(STAGES.get(stage, stage), done, total),
         )
 

@@ -30,6 +30,7 @@ def plan(
     traces: str | os.PathLike[str] | None = None,
     seed: int = 0,
     compiled: bool = False,
+    host_memory: int | str | None = None,
 ) -> FitResult:
     """Find the fastest way to run the workload's training step within ``budget`` on ``gpu``.
 
@@ -46,6 +47,8 @@ def plan(
         traces: folder for the traces of the plain and the planned step; default: a temporary one.
         seed: of everything random in the workload.
         compiled: try plans of ``torch.compile`` too: its graph cut so that chosen operators run again.
+        host_memory: of the host, that plans which offload may use, as bytes or text; 0: none is offloaded.
+            Default: as much as they need.
 
     Returns:
         What was found. That nothing fits is a result too (``fits`` is False), with the least budget that
@@ -73,4 +76,5 @@ def plan(
         traces=traces,
         seed=seed,
         compiled=compiled,
+        host_memory=host_memory,
     )

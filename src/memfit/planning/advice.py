@@ -20,7 +20,8 @@ SMALL_STATE = {"technique": "low_memory_optimizer", "kind": "adamw8bit"}
 BF16 = {"technique": "mixed_precision", "precision": "bf16", "weights": "bf16"}
 WAYS: tuple[tuple[str, str, tuple[Settings, ...]], ...] = (
     ("an optimizer with 8-bit states", "approximate", (SMALL_STATE,)),
-    ("the optimizer's step in the backward pass", "exact", ({"technique": "optimizer_in_backward"},)),
+    ("the optimizer's step in the backward pass", "reordered", ({"technique": "optimizer_in_backward"},)),
+    ("the optimizer's state in host memory", "reordered", ({"technique": "offloaded_optimizer_state"},)),
     ("weights and states in bf16", "approximate", (BF16,)),
     ("adapters in place of the weights (LoRA, rank 8)", "changes training", ({"technique": "lora"},)),
     ("adapters over 4-bit weights (QLoRA, rank 8)", "changes training", ({"technique": "qlora"},)),

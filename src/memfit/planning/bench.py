@@ -20,6 +20,9 @@ from memfit.dryrun.result import DryRunResult
 from memfit.planning.figures import Candidate, Settings, StepFigures
 from memfit.planning.schedules import Lever, Rematerialized, Schedule, checkpointing
 
+APPLIED_FIRST = ("parameter_offload",)
+"""Techniques that take blocks as they were built: before blocks are recomputed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -46,12 +49,14 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """What a quick evaluation measures, in bytes. ``failure`` says why a plan could not be applied or run."""
+    """What a quick evaluation measures, in bytes. ``failure`` says why a plan could not be applied or run;
+    ``host_bytes`` is memory of the host that the step has pinned, or holds states in."""
 
     requested_bytes: int
     allocated_bytes: int
     reserved_bytes: int
     failure: str | None = None
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +133,7 @@ class Try:
                 peak_allocated_bytes=self.peaks.allocated_bytes,
                 peak_reserved_bytes=self.peaks.reserved_bytes,
                 step_seconds=self.seconds,
+                host_bytes=self.peaks.host_bytes or self.lever.host_bytes,
             )
         return Candidate(
             name=self.name,
@@ -171,8 +177,11 @@ class Bench:
         return [op_seconds(op, self.gpu) for op in graph.ops]
 
     def techniques(self, lever: Lever, schedule: Schedule) -> tuple[Settings, ...]:
-        """The settings of a plan: checkpointing first, as it goes by the model as built."""
-        return (*checkpointing(self.blocks, schedule), *lever.settings)
+        """The settings of a plan: checkpointing first, as it goes by the model as built, but for what takes
+        plain blocks only."""
+        early = tuple(s for s in lever.settings if s["technique"] in APPLIED_FIRST)
+        late = tuple(s for s in lever.settings if s["technique"] not in APPLIED_FIRST)
+        return (*early, *checkpointing(self.blocks, schedule), *late)
 
     def evaluate(
         self, name: str, lever: Lever, schedule: Schedule, seconds: float, *, named: bool = False
@@ -215,10 +224,21 @@ class Bench:
             self.evaluations += 1
             trace = f"plan-{self.evaluations}" if known.techniques else "plain"
             try:
-                known = replace(known, final=self.oracle.final(known.techniques, trace=trace))
+                final = self.oracle.final(known.techniques, trace=trace)
+                known = replace(known, final=_with_host(final, known.lever))
             except WorkloadFailed as failure:
                 if not known.techniques:
                     raise
                 known = replace(known, peaks=replace(known.peaks, failure=str(failure)))
             self.tries[known.key] = known
         return known
+
+
+def _with_host(final: Final, lever: Lever) -> Final:
+    """With what a lever takes on the host and on the way there: no operator of the device shows it."""
+    figures = replace(
+        final.figures,
+        step_seconds=final.figures.step_seconds + lever.host_seconds,
+        host_bytes=final.figures.host_bytes or lever.host_bytes,
+    )
+    return replace(final, figures=figures)

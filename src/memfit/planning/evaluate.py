@@ -116,7 +116,9 @@ class Session:
             torch.cuda.reset_peak_memory_stats()
             self._step.run()
             statistics = torch.cuda.memory_stats()
-        return {f"{name}_bytes": int(statistics[f"{name}_bytes.all.peak"]) for name in _COUNTERS}
+            held = held_on_host(self._step)
+        peaks = {f"{name}_bytes": int(statistics[f"{name}_bytes.all.peak"]) for name in _COUNTERS}
+        return {**peaks, "host_bytes": held}
 
     @contextmanager
     def _started(self, techniques: Sequence[Settings]) -> Iterator[None]:
@@ -165,6 +167,7 @@ def final(
                 result = measure_step(
                     step, gpu=gpu, steps=STEPS, categories=not answers, trace_path=trace_path
                 )
+            result["host_bytes"] = held_on_host(step)
         account = device_account(gpu, result) if engine == "dryrun" else {}
         return {**result, **account, **uncertain(), "wall_seconds": time.perf_counter() - started}
 
@@ -196,6 +199,35 @@ def _gpu(data: Mapping[str, Any]) -> GPU:
     return GPU(**{**data, "compute_capability": tuple(data["compute_capability"])})
 
 
+def held_on_host(step: TrainingStep) -> int:
+    """Bytes of the host that a step on the made-up GPU has pinned, and of parameters and states that live
+    there unpinned."""
+    if not on_made_up_gpu():
+        return 0
+    pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    states = [value for state in step.optimizer.state.values() for value in state.values()]
+    tensors = {
+        id(t): t for t in (*states, *step.model.parameters()) if isinstance(t, torch.Tensor) and t.dim()
+    }
+    return pinned + sum(t.nbytes for t in tensors.values() if t.device.type == "cpu" and not t.is_pinned())
+
+
+@contextmanager
+def copies_take_time(techniques: Sequence[Settings]) -> Iterator[None]:
+    """On the made-up GPU copies are done at once. For plans that offload none is done before it is waited
+    for, so that what a real GPU may still hold while it copies is in the peaks."""
+    offloads = any(settings["technique"] == "activation_offload" for settings in techniques)
+    if not offloads or not on_made_up_gpu():
+        yield
+        return
+    query = torch.cuda.Event.query
+    torch.cuda.Event.query = lambda event: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.cuda.Event.query = query  # type: ignore[method-assign]
+
+
 @contextmanager
 def applied(step: TrainingStep, techniques: Sequence[Settings]) -> Iterator[None]:
     """The step with ``techniques`` applied, taken off again at the end, first come last gone."""
@@ -211,7 +243,8 @@ def applied(step: TrainingStep, techniques: Sequence[Settings]) -> Iterator[None
     if mixed is not None and mixed.scales_losses and scaler is None:
         step.scaler = _LossScaling(mixed)  # type: ignore[assignment]
     try:
-        yield
+        with copies_take_time(techniques):
+            yield
     finally:
         step.micro_batches, step.scaler = before, scaler
         for _ in techniques:

@@ -1,6 +1,7 @@
 """The exploring part of a search: which plans are run at all.
 
 options measured in captured steps → for each lever: named schedules, solve → run → tighten, neighbours
+→ blocks offloaded, and levers of the table, where they may be faster than what was found
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from dataclasses import dataclass, field, replace
 from memfit.capture.graph import StepGraph
 from memfit.core.errors import UsageError, WorkloadFailed
 from memfit.core.exactness import Exactness
+from memfit.core.units import format_bytes
 from memfit.planning.bench import Bench, ModelFacts, Try, by_seconds, settings_key
 from memfit.planning.drop_search import DropSearch, program_of
 from memfit.planning.drops import DropProgram
 from memfit.planning.figures import Settings
 from memfit.planning.layout import Layout
+from memfit.planning.lever_search import Prospect, prospects, worth_a_run
+from memfit.planning.offload_search import OffloadSearch
 from memfit.planning.problem import Option
 from memfit.planning.problems import (
     Row,
@@ -39,6 +43,14 @@ MOST_MIXES = 10
 LOCAL_STEPS = 8
 FRONT_POINTS = 4
 """Plans for other budgets that are run for the picture of the time-memory front."""
+HOPELESS_SHARE = 1.1
+"""Where every block recomputed reserves more than this of the budget, no operators are chosen."""
+BLOCK_BY_BLOCK = frozenset({"memory_compression", "activation_offload", "parameter_offload"})
+"""Techniques that work on whole blocks, so that what goes with them is chosen by whole blocks too."""
+MOST_OFFLOADED = 3
+"""Levers under which plans with offloaded blocks are run."""
+HOST_SHARE = 0.5
+"""Of this machine's free memory that a run may take for what a plan keeps on the host."""
 
 
 @dataclass(kw_only=True)
@@ -55,6 +67,7 @@ class Explorer:
         notes: gets what could not be tried, in words.
         local_steps: how many neighbours of a lever's best plan are run.
         all_named: run known schedules under a lever even where a plan under it beats them.
+        host_budget_bytes: host memory that a plan may use; None for no limit.
     """
 
     bench: Bench
@@ -66,6 +79,7 @@ class Explorer:
     notes: list[str]
     local_steps: int = LOCAL_STEPS
     all_named: bool = False
+    host_budget_bytes: int | None = None
     _budget_bytes: int = field(default=0, init=False)
     _graphs: dict[str, StepGraph | None] = field(default_factory=dict, init=False)
     _programs: dict[str, DropProgram] = field(default_factory=dict, init=False)
@@ -77,23 +91,114 @@ class Explorer:
 
         Levers go by their number of micro-batches, and within it by what the solver expects of them. More
         micro-batches never make a step faster, so once a plan is found that beats the plain step under a
-        number, no higher one is tried.
+        number, no higher one is tried. Then offloading and the levers of the table, as long as they are
+        expected to be faster than what was found.
         """
         layout = Layout(graph=self.graph, blocks=self.bench.blocks)
         row = row_of_blocks(layout, self.bench.seconds(self.graph))
         options, self._budget_bytes = self.options(row), budget_bytes
         best, done = float("inf"), 0
-        found = self._levers()
+        found, seen = self._levers(), list[LeverProblem]()
         for _, group in itertools.groupby(found, key=lambda lever: lever.micro_batches):
             made = [self._case(row, options, lever) for lever in group]
             cases = [self._expected(case) for case in made if case is not None]
+            seen += cases
             for case in sorted(cases, key=lambda c: c.expected_seconds):
                 self.progress("plans", done, len(found))
                 done += 1
                 best = min(best, self._explore_lever(row, case, best))
             if best <= min((case.base_seconds for case in cases), default=0.0):
                 break
+        best = self._offloading(seen, best)
+        more = self._more_levers(row, options, seen, best)
+        self._offloading(more, min([best, *(c.expected_seconds for c in more if c.expected_seconds < best)]))
         self.progress("plans", len(found), len(found))
+
+    def _more_levers(
+        self,
+        row: Row,
+        options: Sequence[dict[tuple[str, ...], Option]],
+        seen: Sequence[LeverProblem],
+        best: float,
+    ) -> list[LeverProblem]:
+        """Levers of the table on top of those tried so far; the cases that were run, with the seconds of
+        their best plan."""
+        steps = []
+        for case in seen:
+            graph = self._graph(case.lever.step_settings)
+            assert graph is not None, "a case has a graph"
+            steps.append((case.lever, graph, self.bench.seconds(graph)))
+        found = prospects(
+            steps,
+            allow=self.allow,
+            blocks=row.blocks,
+            gpu=self.bench.gpu,
+            budget_bytes=self._budget_bytes,
+            best_seconds=best,
+        )
+        run: list[LeverProblem] = []
+        for number, prospect in enumerate(worth_a_run([p for p in found if self._has_host(p)])):
+            self.progress("more levers", number, len(found))
+            made = self._case(row, options, prospect.lever) if prospect.floor_seconds < best else None
+            if made is None:
+                continue
+            seconds = float("inf")
+            if not self._is_hopeless(row, made):
+                seconds = self._explore_lever(row, self._expected(made), best)
+                best = min(best, seconds)
+            run.append(replace(made, expected_seconds=seconds))
+        return run
+
+    def _is_hopeless(self, row: Row, case: LeverProblem) -> bool:
+        """Whether even every block recomputed reserves far more than the budget, or cannot run at all."""
+        full: tuple[tuple[str, ...], ...] = ((),) * len(row.blocks)
+        choice = choice_of(case.problem, full)
+        again = 0.0 if choice is None else case.problem.recompute_seconds(choice)
+        tried = self.bench.evaluate(
+            f"full, {case.lever.name}", case.lever, full, case.base_seconds + again, named=True
+        )
+        if tried.peaks.failure is not None:
+            self.notes.append(f"{case.lever.name} cannot be used on this model: {tried.peaks.failure}")
+        over = tried.peaks.reserved_bytes > HOPELESS_SHARE * self._budget_bytes
+        return tried.peaks.failure is not None or over
+
+    def _has_host(self, prospect: Prospect) -> bool:
+        """Whether the host memory that a lever asks for is allowed, and there for its run here."""
+        needed = prospect.lever.host_bytes
+        if not needed or (self.host_budget_bytes is not None and needed > self.host_budget_bytes):
+            return not needed
+        there = HOST_SHARE * _free_host_bytes()
+        if needed > there:
+            self._note(
+                f"{prospect.lever.name} was not tried: its run here takes {format_bytes(needed)} of host "
+                f"memory, of which {format_bytes(int(there))} may be used"
+            )
+        return needed <= there
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _offloading(self, cases: Sequence[LeverProblem], best: float) -> float:
+        """Plans with blocks offloaded under levers that were tried, those with the least expected time
+        first; the seconds of the best plan then."""
+        if self.host_budget_bytes == 0:
+            return best
+        searches = []
+        for case in cases:
+            graph = self._graph(case.lever.step_settings)
+            if graph is None or not case.problem.blocks or self._fits(self._plain_under(case)):
+                continue
+            if not BLOCK_BY_BLOCK.isdisjoint(s["technique"] for s in case.lever.settings):
+                continue
+            search = OffloadSearch(self.bench, case, graph, self._budget_bytes)
+            searches.append((search.expected(), case.lever.micro_batches, case.lever.name, search))
+        for number, (expected, _, _, search) in enumerate(sorted(searches, key=lambda row: row[:3])):
+            if expected >= best or number >= MOST_OFFLOADED:
+                break
+            tried = search.tighten(best)
+            best = min([best, *(t.seconds for t in tried if self._fits(t))])
+        return best
 
     def options(self, row: Row) -> tuple[dict[tuple[str, ...], Option], ...]:
         """All options of each class, measured once."""
@@ -156,7 +261,7 @@ class Explorer:
         return LeverProblem(
             lever=lever,
             problem=make_problem(row, layout, options),
-            base_seconds=sum(self.bench.seconds(graph)),
+            base_seconds=sum(self.bench.seconds(graph)) + lever.host_seconds,
         )
 
     def _expected(self, case: LeverProblem) -> LeverProblem:
@@ -178,7 +283,8 @@ class Explorer:
 
     def _drops(self, case: LeverProblem) -> DropSearch | None:
         """The search over single operators; None where the model cannot run so."""
-        if self.facts.rematerialization is None:
+        whole_blocks = not BLOCK_BY_BLOCK.isdisjoint(s["technique"] for s in case.lever.settings)
+        if self.facts.rematerialization is None or whole_blocks:
             return None
         key, step_key = settings_key(case.lever.settings), settings_key(case.lever.step_settings)
         graph = self._graph(case.lever.step_settings)
@@ -264,3 +370,9 @@ class Explorer:
 
     def _fits(self, tried: Try) -> bool:
         return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self._budget_bytes
+
+
+def _free_host_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)

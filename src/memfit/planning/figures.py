@@ -15,7 +15,11 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What one training step needs: three peaks in bytes (PyTorch's terms) and the predicted time."""
+    """What one training step needs: three peaks in bytes (PyTorch's terms) and the predicted time.
+
+    ``host_bytes`` is memory of the host that takes the device's place: pinned for what is offloaded, and
+    optimizer states that are stepped there.
+    """
 
     peak_requested_bytes: int
     peak_allocated_bytes: int
@@ -26,6 +30,7 @@ class StepFigures:
     peak_by_category: Mapping[str, int] = field(default_factory=dict)
     peak_by_phase: Mapping[str, int] = field(default_factory=dict)
     trace_path: str | None = None
+    host_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; ``from_json`` takes it back."""
@@ -39,6 +44,7 @@ class StepFigures:
             "peak_by_category": dict(self.peak_by_category),
             "peak_by_phase": dict(self.peak_by_phase),
             "trace_path": self.trace_path,
+            "host_bytes": self.host_bytes,
         }
 
     @classmethod
@@ -57,6 +63,7 @@ class StepFigures:
             peak_by_category={str(k): int(v) for k, v in (data.get("peak_by_category") or {}).items()},
             peak_by_phase={str(k): int(v) for k, v in (data.get("peak_by_phase") or {}).items()},
             trace_path=data.get("trace_path"),
+            host_bytes=int(data.get("host_bytes") or 0),
         )
 
 

@@ -49,11 +49,12 @@ def fit(
     traces: str | os.PathLike[str] | None = None,
     seed: int = 0,
     compiled: bool = False,
+    host_memory: int | str | None = None,
 ) -> FitResult:
     """See `memfit.plan`, which this is."""
     started = time.perf_counter()
     device = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    budget_bytes = checked_budget(budget, device)
+    budget_bytes, host_budget_bytes = checked_budget(budget, device), checked_host_memory(host_memory)
     checked_grade(allow)
     show = progress or no_progress
     reference, spec = workload_and_spec(workload)
@@ -73,6 +74,7 @@ def fit(
             started=started,
             seed=seed,
             compiled=compiled,
+            host_budget_bytes=host_budget_bytes,
         )
 
 
@@ -88,6 +90,7 @@ def fit_on(
     started: float | None = None,
     seed: int = 0,
     compiled: bool = False,
+    host_budget_bytes: int | None = None,
 ) -> FitResult:
     """The search, the bounds and the verification, on an oracle that is open."""
     started = time.perf_counter() if started is None else started
@@ -99,6 +102,7 @@ def fit_on(
         budget_bytes=reachable(budget_bytes, gpu),
         allow=allow,
         compiled=compiled,
+        host_budget_bytes=host_budget_bytes,
         progress=show,
     ).run()
     bounds = _bounds(outcome, gpu, budget_bytes, show)
@@ -150,6 +154,11 @@ def checked_budget(budget: int | str | None, gpu: GPU) -> int:
             f"{format_bytes(gpu.default_budget_bytes)}, or another --gpu"
         )
     return count
+
+
+def checked_host_memory(text: int | str | None) -> int | None:
+    """Host memory that a plan may use, in bytes; None for as much as it likes."""
+    return None if text is None else parse_bytes(text, what="host memory")
 
 
 def reachable(budget_bytes: int, gpu: GPU) -> int:

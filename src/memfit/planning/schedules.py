@@ -36,12 +36,18 @@ LOSS_CHUNKS = 8
 @dataclass(frozen=True, kw_only=True)
 class Lever:
     """Everything of a plan but the blocks: settings of the other techniques, and how exact they leave the
-    step."""
+    step.
+
+    ``host_seconds`` is what the operators' own times do not show (copies over the host link that nothing
+    hides, steps on the host), predicted; ``host_bytes`` is the host memory that it is expected to need.
+    """
 
     name: str
     settings: tuple[Settings, ...] = ()
     exactness: Exactness = "exact"
     micro_batches: int = 1
+    host_seconds: float = 0.0
+    host_bytes: int = 0
 
     @property
     def is_none(self) -> bool:
@@ -164,17 +170,20 @@ def levers(
         allocators.append(
             Lever(name="expandable segments", settings=(setting,), exactness=expandable_segments)
         )
-    combined = map(_together, itertools.product(batches, losses, optimizers, allocators))
+    combined = map(together, itertools.product(batches, losses, optimizers, allocators))
     admitted = [lever for lever in combined if allowed(lever.exactness, allow) and not lever.is_none]
     return (NO_LEVER, *sorted(admitted, key=lambda lever: (lever.micro_batches, len(lever.settings))))
 
 
-def _together(parts: Sequence[Lever]) -> Lever:
+def together(parts: Sequence[Lever]) -> Lever:
+    """Several levers as one."""
     return Lever(
         name=", ".join(part.name for part in parts if part.name),
         settings=tuple(setting for part in parts for setting in part.settings),
         exactness=weakest([part.exactness for part in parts]),
         micro_batches=max(part.micro_batches for part in parts),
+        host_seconds=sum(part.host_seconds for part in parts),
+        host_bytes=sum(part.host_bytes for part in parts),
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
 from memfit.core.exactness import Exactness
+from memfit.core.units import format_bytes, format_seconds
 from memfit.planning.bench import Bench, Final, ModelFacts, Oracle, Try, by_seconds
 from memfit.planning.compiled import CompiledExplorer, fused_note
 from memfit.planning.explore import Explorer, Progress
@@ -54,6 +55,7 @@ class Search:
     budget_bytes: int
     allow: Exactness = "exact"
     compiled: bool = False
+    host_budget_bytes: int | None = None
     progress: Progress = lambda stage, done, total: None
     notes: list[str] = field(default_factory=list)
 
@@ -83,6 +85,7 @@ class Search:
                 allow=self.allow,
                 progress=self.progress,
                 notes=self.notes,
+                host_budget_bytes=self.host_budget_bytes,
             )
             explorer.explore(self.budget_bytes)
             if self.compiled:
@@ -103,7 +106,7 @@ class Search:
             best_named=self._best_named(bench, chosen),
             tries=tuple(bench.tries.values()),
             evaluations=bench.evaluations,
-            notes=(*self.notes, *fused_note(chosen, bench.tries.values())),
+            notes=(*self.notes, *fused_note(chosen, bench.tries.values()), *host_note(chosen)),
             lives=lives,
         )
 
@@ -161,6 +164,17 @@ class Search:
             if self._holds(bench.finish(tried)):
                 return bench.finish(tried)
         return None
+
+
+def host_note(chosen: Try | None) -> list[str]:
+    """What a plan asks of the host, and that the time of it was not measured."""
+    if chosen is None or chosen.final is None or not chosen.final.figures.host_bytes:
+        return []
+    needed, shown = format_bytes(chosen.final.figures.host_bytes), format_seconds(chosen.lever.host_seconds)
+    return [
+        f"this plan needs {needed} of host memory; the time of its copies and steps there is predicted from "
+        f"the GPU's link to the host, not measured: {shown} of the step are counted for what nothing hides"
+    ]
 
 
 def recompute_percent(figures: StepFigures, plain: StepFigures) -> float:

@@ -22,7 +22,7 @@ from memfit.planning.bench import Bench, Oracle, Try, by_seconds
 from memfit.planning.bound import lower_bounds
 from memfit.planning.explore import Explorer, Progress
 from memfit.planning.figures import Candidate, StepFigures
-from memfit.planning.fit import no_progress, workload_and_spec
+from memfit.planning.fit import checked_host_memory, no_progress, workload_and_spec
 from memfit.planning.layout import ordered_blocks
 from memfit.planning.oracle import Engine, open_oracle
 from memfit.planning.plan import SCHEMA_VERSION
@@ -119,6 +119,7 @@ def sweep(
     progress: Progress | None = None,
     engine: Engine = "auto",
     seed: int = 0,
+    host_memory: int | str | None = None,
 ) -> SweepResult:
     """The front of a workload's training step on ``gpu``: budget against predicted time.
 
@@ -131,6 +132,7 @@ def sweep(
         progress: called with ``(stage, done, total)``.
         engine: as for `memfit.plan`.
         seed: of everything random in the workload.
+        host_memory: as for `memfit.plan`.
 
     Raises:
         UsageError, WorkloadFailed, CannotRunHere: as `memfit.plan`.
@@ -140,6 +142,7 @@ def sweep(
     if points < 2:
         raise UsageError(f"a sweep of {points} budgets draws nothing: use 2 or more")
     checked_grade(allow)
+    host_budget_bytes = checked_host_memory(host_memory)
     reference, spec = workload_and_spec(workload)
     with (
         tempfile.TemporaryDirectory(prefix="memfit-") as folder,
@@ -148,7 +151,12 @@ def sweep(
         oracle.facts()
         planning = time.perf_counter()
         found = FrontSearch(
-            oracle=oracle, gpu=device, allow=allow, progress=progress or no_progress, points=points
+            oracle=oracle,
+            gpu=device,
+            allow=allow,
+            progress=progress or no_progress,
+            points=points,
+            host_budget_bytes=host_budget_bytes,
         )
         result = found.run()
         now = time.perf_counter()
@@ -166,6 +174,7 @@ class FrontSearch:
     allow: Exactness = "exact"
     progress: Progress = no_progress
     points: int = POINTS
+    host_budget_bytes: int | None = None
     notes: list[str] = field(default_factory=list)
     bench: Bench = field(init=False)
     plain: Try = field(init=False)
@@ -192,6 +201,7 @@ class FrontSearch:
             notes=self.notes,
             local_steps=LOCAL_STEPS,
             all_named=True,
+            host_budget_bytes=self.host_budget_bytes,
         )
         self.progress("leanest plans", 0, 1)
         explorer.explore(1)  # nothing fits that: the leanest plan of each lever is run, and all known ones

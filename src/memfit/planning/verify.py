@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from memfit.techniques.blocks import find_block_chains
 
 STEPS = 3
 SAMPLES = 2
+OFFLOADS = ("activation_offload", "parameter_offload")
 _GRADIENT, _PARAMETER = "gradient of", "parameter"
 TOLERANCES: Mapping[str, float] = {"fp32": 1e-4, "low": 5e-2}
 """Largest relative error of a reordered plan: in fp32, and where bf16 or fp16 takes part (8 and 11 bits of
@@ -92,13 +93,19 @@ def compare(
         passed=passed,
         bitwise=not differences,
         device="cpu",
-        scale=f"{scale.text}, dropout off ({redraws} other masks)" if redraws else scale.text,
+        scale=_scale_text(scale, techniques, redraws),
         steps=STEPS,
         max_relative_error=error,
         tolerance=tolerance,
         differences=tuple(differences[:8]),
         reason=reason,
     )
+
+
+def _scale_text(scale: Scale, techniques: Sequence[Settings], redraws: str) -> str:
+    text = f"{scale.text}, dropout off ({redraws} other masks)" if redraws else scale.text
+    moved = tuple(on_the_cpu(techniques)) != tuple(techniques)
+    return f"{text}, offloaded to a file in place of host memory" if moved else text
 
 
 def _redraws(techniques: Sequence[Settings]) -> str:
@@ -156,7 +163,8 @@ def _run(
         seed=seed,
     )
     scale_down(step, scale)
-    settings = with_scale(renamed_blocks(techniques, scale), loss_scale)
+    settings = on_the_cpu(with_scale(renamed_blocks(techniques, scale), loss_scale))
+    kept = _kept_gradients(step.model) if steps_in_backward(techniques) else None
     apply_settings(settings, step.model, step.optimizer)
     static = scaled(step, techniques, loss_scale)
     step.micro_batches = min(micro_batch_count(techniques), sample_count(step.batch))
@@ -169,6 +177,7 @@ def _run(
         seen[f"loss of step {number + 1}"] = _mean(losses, weights)
         if number == 0:
             gradients = _gradients(step.model) if static is None else unscaled
+            gradients = gradients if kept is None else dict(kept)
             seen |= {f"{_GRADIENT} {n}": gradient for n, gradient in gradients.items()}
             seen |= {f"buffer {n}": _copy(b) for n, b in step.model.named_buffers()}
             seen["random state"] = torch.get_rng_state()
@@ -180,6 +189,35 @@ def _run(
 
 def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: _copy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _kept_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Filled in the backward pass with copies of gradients that are gone after it: the hooks are there before
+    those of the optimizer that uses them up."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Callable[[torch.Tensor], None]:
+        def copy(parameter: torch.Tensor) -> None:
+            if name not in kept and parameter.grad is not None:
+                kept[name] = _copy(parameter.grad)
+
+        return copy
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(keep(name))
+    return kept
+
+
+def on_the_cpu(techniques: Sequence[Settings]) -> tuple[Settings, ...]:
+    """The settings for a model on the CPU: what goes to host memory there goes to a file here, so that
+    contents leave and come back for real."""
+    return tuple(
+        {**settings, "to": "disk"}
+        if settings["technique"] in OFFLOADS and settings.get("to", "host") == "host"
+        else settings
+        for settings in techniques
+    )
 
 
 def _mean(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -320,7 +358,13 @@ def _one_of_each(model: torch.nn.Module, techniques: Sequence[Settings]) -> dict
 
 
 def _treatments(techniques: Sequence[Settings]) -> dict[str, Any]:
-    return {name: saves for settings in techniques for name, saves in (settings.get("blocks") or {}).items()}
+    treated: dict[str, Any] = {}
+    for settings in techniques:
+        blocks = settings.get("blocks") or {}
+        for name in blocks:
+            saves = blocks[name] if isinstance(blocks, Mapping) else settings["technique"]
+            treated[name] = (*treated.get(name, ()), saves)
+    return treated
 
 
 def scale_down(step: TrainingStep, scale: Scale) -> None:
@@ -353,9 +397,13 @@ def renamed_blocks(techniques: Sequence[Settings], scale: Scale) -> tuple[Settin
     if scale.keep is None:
         return tuple(techniques)
     keep = scale.keep
+
+    def renamed(blocks: Any) -> Any:
+        if isinstance(blocks, Mapping):
+            return {keep[name]: saves for name, saves in blocks.items() if name in keep}
+        return [keep[name] for name in blocks if name in keep]
+
     return tuple(
-        {**settings, "blocks": {keep[n]: saves for n, saves in settings["blocks"].items() if n in keep}}
-        if settings.get("blocks")
-        else settings
+        {**settings, "blocks": renamed(settings["blocks"])} if settings.get("blocks") else settings
         for settings in techniques
     )

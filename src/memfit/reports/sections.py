@@ -194,6 +194,8 @@ def cost(report: FitReport) -> Markup | None:
             "Step time, predicted", *times, verdict.signed_percent(verdict.time_change_percent(result) or 0.0)
         )
     )
+    if result.planned.host_bytes:
+        rows.append(_cost_row("Host memory", "–", format_bytes(result.planned.host_bytes), ""))
     heads = [("", False), ("plain", True), ("planned", True), ("change", True)]
     note = "Peaks are measured; times are predicted from the GPU's rates, operator by operator."
     return section("What it costs", "cost", tag("p", verdict.cost(result)), number_table(note, heads, rows))

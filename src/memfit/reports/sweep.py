@@ -34,7 +34,8 @@ HEADS = (
 )
 NOTE = (
     "Reserved bytes are measured, time is predicted. The bound is certified for schedules that only keep and "
-    "recompute; known schedules are run as they are, with the default allocator or expandable segments."
+    "recompute (one that offloads may take less); known schedules are run as they are, with the default "
+    "allocator or expandable segments."
 )
 
 
@@ -66,13 +67,22 @@ def row(point: SweepPoint) -> tuple[str, ...]:
     )
 
 
+_BLOCKS = {
+    "activation_offload": "offloaded",
+    "memory_compression": "packed",
+    "parameter_offload": "with parameters on the host",
+}
+"""What techniques that name blocks do to them, where it is not recomputation."""
+
+
 def changes(plan: Candidate) -> str:
     """What a plan changes, in a few words: ``"9 of its blocks recomputed, expandable segments"``."""
     words = []
     for settings in plan.techniques:
         blocks = settings.get("blocks")
         if blocks:
-            words.append(f"{len(blocks)} block{'s' if len(blocks) > 1 else ''} recomputed")
+            what = _BLOCKS.get(str(settings["technique"]), "recomputed")
+            words.append(f"{len(blocks)} block{'s' if len(blocks) > 1 else ''} {what}")
         elif settings["technique"] == "allocator_settings":
             words.append("expandable segments")
         elif settings["technique"] == "micro_batching":

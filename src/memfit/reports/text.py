@@ -167,6 +167,8 @@ def _cost_table(report: FitReport) -> Table:
     change = verdict.signed_percent(verdict.time_change_percent(result) or 0.0)
     times = (format_seconds(figures.step_seconds) for figures in (result.plain, result.planned))
     table.add_row("step time, predicted", *times, change)
+    if result.planned.host_bytes:
+        table.add_row("host memory", "–", format_bytes(result.planned.host_bytes), "")
     return table
 
 
