@@ -128,9 +128,14 @@ def test_a_quick_try_reserves_to_the_byte_what_a_process_of_its_own_does(tmp_pat
     spec = f"{MODELS}:gpt"
     blocks = {f"blocks.{n}": saves for n, saves in enumerate(([], ["linear:3"], ["attention", "random"]))}
     with open_oracle({"spec": spec, "folder": "."}, spec, find_gpu(GPU), tmp_path, engine="dryrun") as oracle:
-        for techniques in ((), ({"technique": "gradient_checkpointing", "blocks": blocks},)):
+        plans = ((), ({"technique": "gradient_checkpointing", "blocks": blocks},))
+        unfit = ({"technique": "gradient_checkpointing", "blocks": {"no.such": []}},)
+        *at_once, failed = oracle.evaluate_all((*plans, unfit))
+        assert "no.such" in str(failed.failure)
+        for techniques, beside in zip(plans, at_once, strict=True):
             quick, own = oracle.evaluate(techniques), oracle.final(techniques).figures
             assert quick.failure is None
+            assert quick == beside
             assert quick.requested_bytes == own.peak_requested_bytes
             assert quick.allocated_bytes == own.peak_allocated_bytes
             assert quick.reserved_bytes == own.peak_reserved_bytes
