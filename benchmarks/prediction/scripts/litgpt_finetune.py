@@ -17,22 +17,33 @@ STEPS, ACCUMULATED = 2, 2
 
 
 def main() -> None:
-    """Two optimizer steps of two micro-batches on the longest sample."""
+    """Two optimizer steps of two micro-batches: one by one, a batch of the usual length and the longest."""
     given = json.loads(sys.argv[1])
     torch.set_default_dtype(torch.bfloat16)
-    model = GPT(SIZES[given["model"]], Method(**given["method"])).to(DEVICE)
+    with torch.device(DEVICE):
+        model = GPT(SIZES[given["model"]], Method(**given["method"]))
     model.train()
-    updates = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=3e-4, weight_decay=0.01
-    )
+    updates = _optimizer(model, given["method"]["quantized"] != "none")
     for _ in range(STEPS):
-        for _ in range(ACCUMULATED):
-            tokens = torch.randint(0, 1000, (given["batch"], given["tokens"])).to(DEVICE)
-            logits = model(tokens)
+        for length in given["lengths"]:
+            tokens = torch.randint(0, 1000, (given["batch"], length)).to(DEVICE)
+            logits = [part.float() for part in model(tokens)]  # by Fabric, past the script's own dtype
             logits[-1] = logits[-1][..., :-1, :]
-            (_loss(logits, tokens[:, 1:]) / ACCUMULATED).backward()
+            # Both names keep the graph of a batch until there is another: the script's own do.
+            loss = _loss(logits, tokens[:, 1:])
+            (loss / ACCUMULATED).backward()
         updates.step()
         updates.zero_grad()
+
+
+def _optimizer(model: torch.nn.Module, quantized: bool) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if quantized:
+        import bitsandbytes
+
+        made: torch.optim.Optimizer = bitsandbytes.optim.PagedAdamW(trained, lr=3e-4, weight_decay=0.01)
+        return made
+    return torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.01)
 
 
 def _loss(logits: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:

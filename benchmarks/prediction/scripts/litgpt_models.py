@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from litgpt_quantized import Linear4bit
 from torch import nn
 from torch.nn import functional
 
@@ -68,31 +69,28 @@ class Method:
     rank: int = 8
     everywhere: bool = False
     dropout: float = 0.05
-    upcasts: bool = True  # norms compute in fp32, as since 2024
+    weighs_wide: bool = False  # norms multiply by their weight in fp32, as in 2023
 
 
 class RMSNorm(nn.Module):
-    """Written out, as LitGPT does."""
+    """Written out and in fp32, as in LitGPT since commit 6178c7c (2023-10-24)."""
 
-    def __init__(self, width: int, upcasts: bool) -> None:
+    def __init__(self, width: int, weighs_wide: bool) -> None:
         super().__init__()
-        self.weight, self.upcasts = nn.Parameter(torch.ones(width)), upcasts
+        self.weight, self.weighs_wide = nn.Parameter(torch.ones(width)), weighs_wide
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float() if self.upcasts else x
-        normed = wide * torch.rsqrt(torch.mean(wide * wide, dim=-1, keepdim=True) + 1e-5)
-        return normed.to(x.dtype) * self.weight
+        dtype, x = x.dtype, x.float()
+        normed = x * torch.rsqrt(torch.mean(x * x, dim=-1, keepdim=True) + 1e-5)
+        if self.weighs_wide:
+            return (self.weight * normed).to(dtype)
+        return normed.to(dtype) * self.weight
 
 
 def _base(before: int, after: int, bias: bool, method: Method) -> nn.Module:
     if method.quantized == "none":
         return nn.Linear(before, after, bias=bias)
-    import bitsandbytes
-
-    double = method.quantized == "nf4-dq"
-    return bitsandbytes.nn.Linear4bit(
-        before, after, bias=bias, compress_statistics=double, quant_type="nf4", compute_dtype=torch.bfloat16
-    )
+    return Linear4bit(before, after, bias, double=method.quantized == "nf4-dq")
 
 
 class Tuned(nn.Module):
@@ -140,7 +138,7 @@ class TunedQKV(nn.Module):
 
 
 def _norm(sizes: Sizes, method: Method) -> nn.Module:
-    return RMSNorm(sizes.width, method.upcasts) if sizes.gated else nn.LayerNorm(sizes.width)
+    return RMSNorm(sizes.width, method.weighs_wide) if sizes.gated else nn.LayerNorm(sizes.width)
 
 
 class Block(nn.Module):
@@ -198,7 +196,8 @@ class Block(nn.Module):
         q, k, v = self._split(x)
         turned = cos.shape[-1]
         q, k = (torch.cat((_turn(part[..., :turned], cos, sin), part[..., turned:]), -1) for part in (q, k))
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        attend = _capped if self.sizes.post_norms else _kernel  # Gemma 2 has both
+        y = attend(q, k, v).transpose(1, 2)
         if self.prompt is not None:
             _, ak, av = self._split(self.prompt.weight[None])
             mask = torch.ones(x.shape[1], PROMPT_TOKENS, dtype=torch.bool, device=x.device)
@@ -206,6 +205,20 @@ class Block(nn.Module):
             extra = functional.scaled_dot_product_attention(q, ak.expand(size), av.expand(size), mask)
             y = y + self.gate * extra.transpose(1, 2)
         return self.proj(y.reshape(*x.shape[:2], -1))
+
+
+def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Scores that are capped, for which there was no kernel: LitGPT's Gemma 2."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    scores = torch.tanh(scores / 50.0) * 50.0
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=q.dtype, device=q.device).triu(diagonal=1)
+    mask.masked_fill_(mask.bool(), torch.finfo(q.dtype).min)
+    scores = scores + mask
+    return functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -222,8 +235,7 @@ class GPT(nn.Module):
         self.sizes, self.tokens = sizes, nn.Embedding(sizes.vocabulary, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes, method, layer) for layer in range(sizes.layers))
         self.norm = _norm(sizes, method)
-        whole = replace(method, quantized="none")  # the head never is quantized
-        self.head = Tuned(sizes.width, sizes.vocabulary, False, whole, method.everywhere)
+        self.head = Tuned(sizes.width, sizes.vocabulary, False, method, method.everywhere)
         if method.name != "full":
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(_trains(name, method))
@@ -232,7 +244,9 @@ class GPT(nn.Module):
         """The logits, in pieces of 128 tokens."""
         x = self.tokens(tokens)
         turned = int(self.sizes.rotary * self.sizes.head)
-        cos, sin = (torch.zeros(tokens.shape[1], turned, dtype=x.dtype, device=x.device) for _ in range(2))
+        cos, sin = (
+            torch.zeros(tokens.shape[1], turned, dtype=torch.float32, device=x.device) for _ in range(2)
+        )
         for block in self.blocks:
             x = block(x, cos, sin)
         return [self.head(part) for part in self.norm(x).split(SMALL_HEAD_CHUNK, dim=1)]

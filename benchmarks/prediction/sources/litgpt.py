@@ -16,7 +16,7 @@ MODELS = frozenset(
 EVERYWHERE: Mapping[str, int] = {
     "gemma-2b": 8,
     "gemma-7b": 16,
-    "gemma-2-2b": 8,
+    "gemma-2-2b": 16,
     "gemma-2-9b": 16,
     "phi-2": 8,
     "phi-3-mini-4k": 8,
@@ -24,12 +24,19 @@ EVERYWHERE: Mapping[str, int] = {
 }
 """Recipes with LoRA in all linear layers and the head, and its rank; the others have it in queries and
 values, with rank 32."""
+QLORA_RANK: Mapping[str, int] = {"gemma-2b": 16}
+"""Where it is another one than without quantization."""
 _NOT_ONE_GPU = (
     "weights, gradients and AdamW's states alone are 30 GB in bf16: the row cannot be of one GPU of 24 GB"
 )
-_SAMPLE = "the longest sample decides, and 512 is the most that a recipe allows"
-
-_REBUILT = "LoRA and adapters are rebuilt from their description, not from the code of 2023"
+_SAMPLES = (
+    "which samples were drawn is not recorded: one of 512 tokens, the most that a recipe allows, after one "
+    "of 256"
+)
+_NORMS = (
+    "norms in fp32, as all of the table's llama rows have it and the code since 2023-10-24, eight days after "
+    "the commit that the table names"
+)
 
 
 def workloads(file: RowsFile) -> list[Case]:
@@ -53,7 +60,7 @@ def _case(row: Mapping[str, Any]) -> Case:
         "model": row["model"],
         "method": _method(row, quantized, recipe),
         "batch": row["micro_batch"],
-        "tokens": row.get("longest_sequence") or row["max_seq"],
+        "lengths": _lengths(row),
     }
     return Case(
         row=row,
@@ -62,30 +69,32 @@ def _case(row: Mapping[str, Any]) -> Case:
         words=(json.dumps(given),),
         gpu=row["gpu"].removesuffix(" 24 GB"),
         counter="allocated",
-        note=_note(quantized, recipe),
+        note=_SAMPLES if recipe else _NORMS,
         resolution_bytes=10_000_000,
     )
 
 
-def _note(quantized: str, recipe: bool) -> str:
-    if quantized != "none":
-        return (
-            "bitsandbytes of the time seems to have kept the input of every frozen layer for backward (by "
-            "arithmetic 2.0 GB for Llama 2 7B, of 2.9 that are missing)"
-        )
-    return _SAMPLE if recipe else _REBUILT
+def _lengths(row: Mapping[str, Any]) -> list[int]:
+    """Tokens of the micro-batches of a step, of which each keeps part of its memory into the next one.
+
+    The script of 2023 took the longest sample first; recipes draw, and a batch of half the most tokens is
+    taken for the one before the longest.
+    """
+    longest = row.get("longest_sequence")
+    return [longest, longest // 4] if longest else [row["max_seq"] // 2, row["max_seq"]]
 
 
 def _method(row: Mapping[str, Any], quantized: str, recipe: bool) -> dict[str, Any]:
     method = "lora" if row["method"] == "qlora" else row["method"]
     everywhere = recipe and row["model"] in EVERYWHERE
-    rank = EVERYWHERE.get(row["model"], 32) if recipe else 8
+    ranks = {**EVERYWHERE, **QLORA_RANK} if row["method"] == "qlora" else EVERYWHERE
+    rank = ranks.get(row["model"], 32) if recipe else 8
     return {
         "name": method,
         "quantized": quantized,
         "rank": rank if method == "lora" else 0,
         "everywhere": everywhere and method == "lora",
-        "upcasts": recipe,
+        "weighs_wide": not recipe,
     }
 
 
