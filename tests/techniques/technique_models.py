@@ -156,6 +156,31 @@ class EncoderDecoder(nn.Module):
         return x
 
 
+class RecurrentBlock(nn.Module):
+    """Gates are parts of one storage, each changed in place, whose versions do not know of each other."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.gru = nn.GRU(width, width, num_layers=2, dropout=0.2, batch_first=True)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, state = self.gru(x, state)
+        return x + self.lstm(y)[0], state
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RecurrentBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Tensor | None = None
+        for block in self.blocks:
+            x, state = block(x, state)
+        return x
+
+
 class AdapterBlock(nn.Module):
     """A frozen layer with a low-rank adapter; arguments that are ``None`` and float."""
 
@@ -254,6 +279,7 @@ CASES: dict[str, Case] = {
             lambda model, batch: model[1](model[0](batch["x"])).square().mean(),
             2,
         ),
+        Case("recurrent", _seeded(Recurrent), _x(4, 5, 16), _regression, 2),
         Case("encoder-decoder", _seeded(EncoderDecoder), _x(4, 5, 16), _regression, 4),
         Case(
             "frozen",

@@ -122,7 +122,7 @@ def _fits(case: Case, technique: Technique) -> bool:
     if isinstance(technique, QLoRA):
         return case.name == "gpt"
     if technique in [VARIANTS[saved] for saved in SAVED]:
-        return case.name in ("gpt", "cnn")
+        return case.name in ("gpt", "cnn", "recurrent")
     if technique in [VARIANTS[later] for later in LATER]:
         return case.name in ("gpt", "cnn", "frozen", "hf-llama")
     return case.language or not isinstance(technique, ChunkedCrossEntropy)

@@ -93,6 +93,20 @@ class _View:
         return view
 
 
+class _Part:
+    """A saved tensor whose own elements alone were kept: see `_is_untracked_part`."""
+
+    def __init__(self, storage: _Storage, tensor: Tensor) -> None:
+        self._storage = storage
+        self._size, self._stride = tensor.size(), tensor.stride()
+
+    def tensor(self) -> Tensor:
+        flat = self._storage.flat()
+        with torch.no_grad():
+            part = torch.empty_strided(self._size, self._stride, dtype=flat.dtype, device=flat.device)
+            return part.copy_(flat.view(self._size))
+
+
 class SavedTensors:
     """The hooks of one call of a block."""
 
@@ -103,23 +117,25 @@ class SavedTensors:
         self._own = {tensor.untyped_storage()._cdata for tensor in own}
         self._casts = {tuple(t.shape) for t in own} | {tuple(t.shape)[::-1] for t in own if t.dim() == 2}
 
-    def pack(self, tensor: Tensor) -> AsItIs | _View:
+    def pack(self, tensor: Tensor) -> AsItIs | _View | _Part:
         """What autograd keeps in place of ``tensor``."""
         if not self._can_be_kept(tensor):
             return AsItIs(tensor)
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor._version, tensor.dtype)
+        alone = _is_untracked_part(tensor)
+        part = (tensor.storage_offset(), tensor.size(), tensor.stride()) if alone else None
+        key = (storage._cdata, tensor._version, tensor.dtype, part)
         kept = self._known.get(key)
         if kept is None or kept.source.expired():
             place, self._count = (self._name, self._count), self._count + 1
-            contents = self._keeper.keep(_whole(tensor), place)
+            contents = self._keeper.keep(_elements(tensor) if alone else _whole(tensor), place)
             if contents is None:
                 return AsItIs(tensor)
             kept = self._known[key] = _Storage(StorageWeakRef(storage), contents)
-        return _View(kept, tensor)
+        return _Part(kept, tensor) if alone else _View(kept, tensor)
 
     @staticmethod
-    def unpack(saved: AsItIs | _View) -> Tensor:
+    def unpack(saved: AsItIs | _View | _Part) -> Tensor:
         """The tensor again."""
         return saved.tensor()
 
@@ -143,7 +159,18 @@ class SavedTensors:
         return tensor.dtype == torch.get_autocast_dtype(kind) and tuple(tensor.shape) in self._casts
 
 
-_Known = weakref.WeakValueDictionary[tuple[int, int, torch.dtype], _Storage]
+_Known = weakref.WeakValueDictionary[tuple[int, int, torch.dtype, Any], _Storage]
+
+
+def _is_untracked_part(tensor: Tensor) -> bool:
+    """A part of a storage with a count of changes of its own, as ``unsafe_chunk`` gives (the gates of GRU and
+    LSTM, which are then computed in place one by one): its version says nothing about the other parts."""
+    return tensor._base is None and tensor.nbytes < tensor.untyped_storage().nbytes()
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.detach().contiguous().view(-1)
 
 
 def _whole(tensor: Tensor) -> Tensor:
