@@ -159,6 +159,10 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _steps(net, optimizer, range(1))
     with pytest.raises(UsageError, match="before the first step"):
         LowMemoryOptimizer(kind="adafactor").apply(net, optimizer)
+    waves = nn.ParameterDict({"waves": nn.Parameter(torch.ones(3, dtype=torch.cfloat))})
+    for kind in ("adafactor", "adamw8bit"):
+        with pytest.raises(UsageError, match="waves is complex"):
+            LowMemoryOptimizer(kind=kind).apply(waves, torch.optim.AdamW(waves.parameters()))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CannotRunHere, match=r"pip install 'memfit\[quant\]'"):
         LowMemoryOptimizer().apply(net, optimizer)

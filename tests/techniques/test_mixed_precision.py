@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import importlib
 import warnings
@@ -331,6 +332,23 @@ def test_sparse_gradients_are_unscaled_and_not_clipped() -> None:
     optimizer.step()
     assert mp.skipped_steps == 0
     assert float(table.weight.grad.coalesce().values().max()) == 0.5, "two of four, averaged and unscaled"
+
+
+def test_results_in_a_dataclass_of_the_users_leave_in_fp32() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Result:
+        logits: Tensor
+        more: list[Tensor]
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Result:
+            y = super().forward(x)
+            return Result(y, [y])
+
+    net = Net(4, 4)
+    MixedPrecisionTraining(precision="bf16").apply(net)
+    result = net(torch.ones(2, 4))
+    assert type(result) is Result and {result.logits.dtype, result.more[0].dtype} == {torch.float32}
 
 
 def test_complex_gradients_are_unscaled() -> None:

@@ -162,6 +162,9 @@ def _refuse_unfit(low: LowMemoryOptimizer, model: nn.Module, optimizer: Optimize
         for flag in ("maximize", "amsgrad", "differentiable"):
             if group.get(flag):
                 raise UsageError(f"{low.name}: {low.kind} has no {flag}")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise UsageError(f"{low.name}: {name} is complex, which {low.kind} does not take")
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             raise UsageError(

@@ -8,6 +8,8 @@ add modules by name, or by the name of one of their tensors.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,6 +127,11 @@ class LowPrecisionForward(ReplacedForward):
             output = self.original()(*args, **kwargs)
         if isinstance(getattr(output, "loss", None), torch.Tensor):
             return output  # transformers' way: nobody computes a loss of these logits again
+        if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):  # none of pytree's
+            raised = copy.copy(output)
+            for field in dataclasses.fields(output):
+                object.__setattr__(raised, field.name, tree_map(_raised, getattr(output, field.name)))
+            return raised
         return tree_map(_raised, output)
 
 

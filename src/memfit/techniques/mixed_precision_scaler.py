@@ -118,7 +118,7 @@ def all_finite(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient, in its memory: of sparse ones those that are there, of complex ones pairs."""
+    """The numbers of a gradient, in its memory: of sparse ones those that are there, of complex pairs."""
     if gradient.is_sparse:
         gradient = gradient._values()
     local = getattr(gradient, "to_local", None)
