@@ -1,4 +1,4 @@
-"""Levers beside recomputation: which are tried, what they are expected to take, and plans of the real ones."""
+"""Levers beside recomputation: which are tried, what they are expected to take, and plans that use them."""
 
 from __future__ import annotations
 
