@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from memfit.capture.step import build_batch
 from memfit.capture.workloads import from_reference
 from memfit.planning.evaluate import Session
 from memfit.planning.figures import Settings
+from memfit.planning.fork import in_fork
 
 
 class SizedSession(Session):
@@ -19,7 +21,8 @@ class SizedSession(Session):
 
         What cannot be built (more positions than the model has) is a failure too.
         """
-        return self._or_failure(lambda: self._peaks_at(workload, techniques))
+        measure = partial(self._peaks_at, workload, techniques)
+        return self._or_failure(partial(in_fork, measure), measure)
 
     def _peaks_at(self, workload: Mapping[str, Any], techniques: Sequence[Settings]) -> dict[str, int]:
         step = self._step
