@@ -145,6 +145,7 @@ def test_frozen_parameters_are_not_the_optimizers():
             UsageError,
             "must return a torch.optim.Optimizer, not NoneType",
         ),
+        ({"optimizer": torch.optim.LBFGS}, UsageError, "LBFGS, whose step needs a closure"),
         ({"loss": lambda model, batch: 1.0}, WorkloadFailed, "not float"),
         ({"loss": lambda model, batch: model(batch[0])}, WorkloadFailed, r"not a tensor of shape \(64, 10\)"),
         ({"loss": lambda model, batch: torch.tensor(1.0)}, WorkloadFailed, "requires a gradient"),

@@ -218,6 +218,13 @@ def _build_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.
             f"optimizer() of workload {workload.name!r} must return a torch.optim.Optimizer, "
             f"not {type(optimizer).__name__}"
         )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"optimizer() of workload {workload.name!r} returns {type(optimizer).__name__}, whose step needs "
+            "a closure and runs the model several times; a workload is one forward and backward pass and "
+            "one optimizer step. `memfit dryrun` measures a script that uses it"
+        )
     return optimizer
 
 
