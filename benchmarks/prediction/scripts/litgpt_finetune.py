@@ -13,7 +13,7 @@ from litgpt_models import GPT, SIZES, Method
 from reading import DEVICE
 from torch.nn import functional
 
-STEPS, ACCUMULATED = 2, 2
+STEPS, ACCUMULATED, CHUNK = 2, 2, 128
 
 
 def main() -> None:
@@ -23,11 +23,13 @@ def main() -> None:
     with torch.device(DEVICE):
         model = GPT(SIZES[given["model"]], Method(**given["method"]))
     model.train()
+    whole = given["method"]["name"] == "full"  # only the other scripts take the head in pieces
     updates = _optimizer(model, given["method"]["quantized"] != "none")
     for _ in range(STEPS):
         for length in given["lengths"]:
             tokens = torch.randint(0, 1000, (given["batch"], length)).to(DEVICE)
-            logits = [part.float() for part in model(tokens)]  # by Fabric, past the script's own dtype
+            # Fabric turns what a model returns into the default dtype of outside, which is fp32.
+            logits = [part.float() for part in model(tokens, length if whole else CHUNK)]
             logits[-1] = logits[-1][..., :-1, :]
             # Both names keep the graph of a batch until there is another: the script's own do.
             loss = _loss(logits, tokens[:, 1:])
@@ -49,9 +51,13 @@ def _optimizer(model: torch.nn.Module, quantized: bool) -> torch.optim.Optimizer
 def _loss(logits: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
     """Cross entropy piece by piece."""
     sizes = [part.shape[1] for part in logits]
+    parts = [part.reshape(-1, part.shape[-1]) for part in logits]
+    wanted = [target.reshape(-1) for target in targets.split(sizes, dim=1)]
+    if len(parts) == 1:
+        parts, wanted = list(parts[0].split(CHUNK)), list(wanted[0].split(CHUNK))
     losses = [
-        functional.cross_entropy(part.reshape(-1, part.shape[-1]), target.reshape(-1), reduction="none")
-        for part, target in zip(logits, targets.split(sizes, dim=1), strict=True)
+        functional.cross_entropy(part, target, reduction="none")
+        for part, target in zip(parts, wanted, strict=True)
     ]
     return torch.cat(losses).mean()
 

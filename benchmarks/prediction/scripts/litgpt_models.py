@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional
 
 PROMPT_TOKENS, FIRST_ADAPTED_LAYER = 10, 2
-SMALL_HEAD_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -240,8 +239,8 @@ class GPT(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(_trains(name, method))
 
-    def forward(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """The logits, in pieces of 128 tokens."""
+    def forward(self, tokens: torch.Tensor, chunk: int) -> list[torch.Tensor]:
+        """The logits, in pieces of ``chunk`` tokens."""
         x = self.tokens(tokens)
         turned = int(self.sizes.rotary * self.sizes.head)
         cos, sin = (
@@ -249,7 +248,7 @@ class GPT(nn.Module):
         )
         for block in self.blocks:
             x = block(x, cos, sin)
-        return [self.head(part) for part in self.norm(x).split(SMALL_HEAD_CHUNK, dim=1)]
+        return [self.head(part) for part in self.norm(x).split(chunk, dim=1)]
 
 
 def _trains(name: str, method: Method) -> bool:
