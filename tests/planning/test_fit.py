@@ -63,6 +63,14 @@ def test_a_plan_fits_is_bitwise_and_no_slower_than_named_schedules(workload: str
 
 
 @pytest.mark.dryrun
+def test_a_model_without_blocks_has_plans_too() -> None:
+    result = share_of_plain("graph", 0.7)
+    check(result)
+    assert result.verified is not None
+    assert result.verified.bitwise
+
+
+@pytest.mark.dryrun
 def test_a_plain_step_that_fits_is_left_alone() -> None:
     result = plain("gpt", "dryrun")
     assert result.plain_fits

@@ -312,15 +312,16 @@ class Explorer:
         Only what can beat ``best`` is run; without any lever all named schedules are, for the picture.
         """
         tried = [self._plain_under(case)]
-        if row.blocks and not self._fits(tried[0]):
-            known = self._named(row, case, best) if self.all_named else []
+        if not self._fits(tried[0]):
+            known = self._named(row, case, best) if self.all_named and row.blocks else []
             drops = self._drops(case)
             if drops is not None:
                 tried += self._dropping(drops, tried[0], case, best)
-            if not self.all_named:
+            if row.blocks and not self.all_named:
                 known = self._named(row, case, min([best, *(t.seconds for t in tried if self._fits(t))]))
             tried += known
-            if drops is None or not any(t.peaks.failure is None for t in tried if t.name == "planned"):
+            by_operator = any(t.peaks.failure is None for t in tried if t.name == "planned")
+            if row.blocks and not by_operator:
                 tried += self._choosing(case, tried, best)
         return min((t.seconds for t in tried if self._fits(t)), default=float("inf"))
 
