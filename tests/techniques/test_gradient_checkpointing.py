@@ -313,6 +313,22 @@ def test_an_exception_in_a_block_comes_through_and_leaves_the_model_usable() -> 
     assert model[0].up.weight.grad is not None
 
 
+@pytest.mark.parametrize("save", [(), ("linear",)])
+def test_a_generator_given_to_a_block_is_told(save: tuple[str, ...]) -> None:
+    """The recompute would find it empty: the plain model trains, so the error must say what to do."""
+
+    class Sums(nn.Linear):
+        def forward(self, terms: Any) -> Tensor:
+            return sum(super(Sums, self).forward(term) for term in list(terms))
+
+    model = nn.ModuleList(Sums(4, 4) for _ in range(2))
+    GradientCheckpointing(save=save).apply(model)
+    x = torch.ones(2, 4)
+    model[0]([x, x]).sum().backward()
+    with pytest.raises(UsageError, match="block '1' is given a generator.*give it a list"):
+        model[1](each for each in (x, x))
+
+
 def test_nested_blocks() -> None:
     class Stage(nn.Module):
         def __init__(self) -> None:

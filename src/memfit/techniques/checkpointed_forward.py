@@ -8,7 +8,7 @@ pickled with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint
 
+from memfit.core.errors import UsageError
 from memfit.techniques.key_value_caches import CacheSeed, is_cache, seed_of
 from memfit.techniques.module_state import BlockMemory, StateWatch
 from memfit.techniques.replaced_forward import ReplacedForward
@@ -139,6 +140,11 @@ class _Arguments:
             return _Slot(len(self.tensors) - 1)
         if type(value) is tuple:
             return tuple(self._taken_out(inner) for inner in value)
+        if isinstance(value, Iterator):
+            raise UsageError(
+                f"block {self._name!r} is given a {type(value).__name__}, which gives its values only once, and "
+                "a block that is recomputed reads them twice; give it a list, or leave the block out"
+            )
         return seed_of(value, self._block, self._name) if is_cache(value) else value
 
 
