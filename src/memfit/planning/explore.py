@@ -137,7 +137,7 @@ class Explorer:
             best_seconds=best,
         )
         run: list[LeverProblem] = []
-        for number, prospect in enumerate(worth_a_run([p for p in found if self._has_host(p)])):
+        for number, prospect in enumerate(worth_a_run(self._with_host(found))):
             self.progress("more levers", number, len(found))
             made = self._case(row, options, prospect.lever) if prospect.floor_seconds < best else None
             if made is None:
@@ -158,22 +158,22 @@ class Explorer:
             f"full, {case.lever.name}", case.lever, full, case.base_seconds + again, named=True
         )
         if tried.peaks.failure is not None:
-            self.notes.append(f"{case.lever.name} cannot be used on this model: {tried.peaks.failure}")
+            self._note(f"{case.lever.name} cannot be used on this model: {tried.peaks.failure}")
         over = tried.peaks.reserved_bytes > HOPELESS_SHARE * self._budget_bytes
         return tried.peaks.failure is not None or over
 
-    def _has_host(self, prospect: Prospect) -> bool:
-        """Whether the host memory that a lever asks for is allowed, and there for its run here."""
-        needed = prospect.lever.host_bytes
-        if not needed or (self.host_budget_bytes is not None and needed > self.host_budget_bytes):
-            return not needed
-        there = HOST_SHARE * _free_host_bytes()
-        if needed > there:
+    def _with_host(self, found: Sequence[Prospect]) -> list[Prospect]:
+        """Those whose host memory is allowed, and there for their runs here."""
+        limit = self.host_budget_bytes
+        kept = [p for p in found if limit is None or p.lever.host_bytes <= limit]
+        there = int(HOST_SHARE * _free_host_bytes())
+        large = [p.lever.host_bytes for p in kept if p.lever.host_bytes > there]
+        if large:
             self._note(
-                f"{prospect.lever.name} was not tried: its run here takes {format_bytes(needed)} of host "
-                f"memory, of which {format_bytes(int(there))} may be used"
+                f"{len(large)} sets of levers were not tried: their runs here take {format_bytes(min(large))} "
+                f"of host memory or more, of which {format_bytes(there)} may be used"
             )
-        return needed <= there
+        return [p for p in kept if p.lever.host_bytes <= there]
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

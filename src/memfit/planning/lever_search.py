@@ -7,8 +7,9 @@ best plan so far, are run, the ones with the least expected time first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from memfit.capture.graph import StepGraph
 from memfit.core.devices import GPU
@@ -65,22 +66,20 @@ def prospects(
         best_seconds: of the best plan so far; infinite when nothing fits.
     """
     found: dict[str, Prospect] = {}
-    known: dict[str, Prospect] = {}
+    known: dict[str, Prospect | None] = {}
     for lever, graph, seconds in steps:
-        meta = {**graph.meta, "blocks": tuple(blocks), "micro_batches": lever.micro_batches}
-        marked = replace(graph, meta=meta)
+        step = _Step(graph, seconds, tuple(blocks), lever.micro_batches, gpu)
         for kinds in combinations(allow):
             if lever.micro_batches > 1 and any(kind.whole_batch for kind in kinds):
                 continue
             made = _lever(lever, kinds)
             key = str((made.step_settings, [kind.name for kind in kinds]))
             if key not in known:  # the allocator's settings change nothing in thought
-                known[key] = _prospect(made, kinds, marked, seconds, blocks, gpu, budget_bytes)
-            prospect = replace(
-                known[key], lever=replace(known[key].lever, name=made.name, settings=made.settings)
-            )
-            if prospect.floor_seconds < best_seconds:
-                found.setdefault(str(made.settings), prospect)
+                known[key] = step.prospect(made, kinds, budget_bytes, best_seconds)
+            prospect = known[key]
+            if prospect is not None:
+                same = replace(prospect.lever, name=made.name, settings=made.settings)
+                found.setdefault(str(made.settings), replace(prospect, lever=same))
     return sorted(found.values(), key=_by_expectation)
 
 
@@ -112,33 +111,59 @@ def _stays(name: str, kept: Sequence[object], base: Lever) -> bool:
     return len(kept) == len(base.settings) or not name.endswith(" optimizer")
 
 
-def _prospect(
-    lever: Lever,
-    kinds: Sequence[LeverKind],
-    graph: StepGraph,
-    seconds: Sequence[float],
-    blocks: Sequence[str],
-    gpu: GPU,
-    budget_bytes: int,
-) -> Prospect:
-    floor, host_seconds, host_bytes = sum(seconds), 0.0, 0
-    for kind in _in_order(kinds):
-        cost = kind.cost(graph, seconds, gpu)
-        graph = kind.on(graph)
-        floor += cost.device_seconds + cost.host_seconds
-        host_seconds += cost.host_seconds
-        host_bytes += cost.host_bytes
-    plain = graph.peak_bytes
-    least = replace(graph, storages=tuple(recomputed(graph, blocks))).peak_bytes if blocks else plain
-    again = phase_seconds(graph, seconds, "forward")
-    share = 0.0 if plain <= budget_bytes else (plain - budget_bytes) / max(plain - least, 1)
-    return Prospect(
-        lever=replace(lever, host_seconds=host_seconds, host_bytes=host_bytes),
-        floor_seconds=floor,
-        expected_seconds=floor + share * again if share <= 1.0 else float("inf"),
-        least_bytes=min(least, plain),
-    )
+class _Step:
+    """A captured step on which levers are put in thought."""
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        seconds: Sequence[float],
+        blocks: tuple[str, ...],
+        micro_batches: int,
+        gpu: GPU,
+    ) -> None:
+        meta = {**graph.meta, "blocks": blocks, "micro_batches": micro_batches}
+        self.graph, self.seconds, self.blocks, self.gpu = replace(graph, meta=meta), seconds, blocks, gpu
+
+    @cached_property
+    def recomputed(self) -> StepGraph:
+        """Every block recomputed."""
+        return _recomputed(self.graph, self.blocks)
+
+    def prospect(
+        self, lever: Lever, kinds: Sequence[LeverKind], budget_bytes: int, best_seconds: float
+    ) -> Prospect | None:
+        """What is expected of levers together; None where no plan under them can be faster than the best."""
+        ordered = sorted(kinds, key=lambda kind: _ORDER.index(kind.axis))
+        graph, floor, host_seconds, host_bytes = self.graph, sum(self.seconds), 0.0, 0
+        for kind in ordered:
+            cost = kind.cost(graph, self.seconds, self.gpu)
+            floor += cost.device_seconds + cost.host_seconds
+            host_seconds, host_bytes = host_seconds + cost.host_seconds, host_bytes + cost.host_bytes
+            graph = kind.on(graph)
+        if floor >= best_seconds:
+            return None
+        plain, least = graph.peak_bytes, min(graph.peak_bytes, self._least(ordered, graph))
+        again = phase_seconds(self.graph, self.seconds, "forward")
+        share = 0.0 if plain <= budget_bytes else (plain - budget_bytes) / max(plain - least, 1)
+        return Prospect(
+            lever=replace(lever, host_seconds=host_seconds, host_bytes=host_bytes),
+            floor_seconds=floor,
+            expected_seconds=floor + share * again if share <= 1.0 else float("inf"),
+            least_bytes=least,
+        )
+
+    def _least(self, ordered: Sequence[LeverKind], plain: StepGraph) -> int:
+        """The peak with every block recomputed; what levers do to saved results comes before that."""
+        if not self.blocks:
+            return plain.peak_bytes
+        if any(kind.axis == "activations" for kind in ordered):
+            return _recomputed(plain, self.blocks).peak_bytes
+        graph = self.recomputed
+        for kind in ordered:
+            graph = kind.on(graph)
+        return graph.peak_bytes
 
 
-def _in_order(kinds: Sequence[LeverKind]) -> Iterator[LeverKind]:
-    yield from sorted(kinds, key=lambda kind: _ORDER.index(kind.axis))
+def _recomputed(graph: StepGraph, blocks: Sequence[str]) -> StepGraph:
+    return replace(graph, storages=tuple(recomputed(graph, blocks)))
