@@ -322,7 +322,7 @@ def test_a_generator_given_to_a_block_is_told(save: tuple[str, ...]) -> None:
             return sum(super(Sums, self).forward(term) for term in list(terms))
 
     model = nn.ModuleList(Sums(4, 4) for _ in range(2))
-    GradientCheckpointing(save=save).apply(model)
+    GradientCheckpointing(blocks={"0": list(save), "1": list(save)}).apply(model)
     x = torch.ones(2, 4)
     model[0]([x, x]).sum().backward()
     with pytest.raises(UsageError, match="block '1' is given a generator.*give it a list"):

@@ -142,7 +142,7 @@ class _Arguments:
             return tuple(self._taken_out(inner) for inner in value)
         if isinstance(value, Iterator):
             raise UsageError(
-                f"block {self._name!r} is given a {type(value).__name__}, which gives its values only once, and "
+                f"block {self._name!r} is given a {type(value).__name__}, which gives its values once, and "
                 "a block that is recomputed reads them twice; give it a list, or leave the block out"
             )
         return seed_of(value, self._block, self._name) if is_cache(value) else value
