@@ -1,7 +1,7 @@
 """Plans on models that techniques are known to break: what training leaves is that of the plain steps.
 
-The kinds are from public reports: tied weights, statistics of batch norm, dropout, frozen weights with adapters
-and blocks that take None and numbers, sparse gradients.
+The kinds are from public reports: tied weights, statistics of batch norm, dropout, frozen weights with
+adapters and blocks that take None and numbers, sparse gradients.
 """
 
 from __future__ import annotations

@@ -169,8 +169,9 @@ class Explorer:
         there = int(HOST_SHARE * _free_host_bytes())
         large = [p.lever.host_bytes for p in kept if p.lever.host_bytes > there]
         if large:
+            least = format_bytes(min(large))
             self._note(
-                f"{len(large)} sets of levers were not tried: their runs here take {format_bytes(min(large))} "
+                f"{len(large)} sets of levers were not tried: their runs here take {least} "
                 f"of host memory or more, of which {format_bytes(there)} may be used"
             )
         return [p for p in kept if p.lever.host_bytes <= there]
