@@ -33,7 +33,7 @@ FUSED_SHARE = 0.25
 """What running again an operator that the compiler fuses with its neighbours costs, in parts of running it
 alone: most of what it reads and writes stays on the chip, and it has no launch of its own."""
 
-KNOWN_BUDGETS = (0.75, 0.5, 0.25, 0.1)
+KNOWN_BUDGETS = (1.0, 0.9, 0.75, 0.5, 0.4, 0.25, 0.1, 0.0)
 """PyTorch's cuts that a cut for a peak is held against: it is no worse than the best of those that fit."""
 
 _LOCK = threading.RLock()
