@@ -197,8 +197,10 @@ class Explorer:
         for number, (expected, _, _, search) in enumerate(sorted(searches, key=lambda row: row[:3])):
             if expected >= best or number >= MOST_OFFLOADED:
                 break
-            tried = search.tighten(best)
-            best = min([best, *(t.seconds for t in tried if self._fits(t))])
+            fitting = [t.seconds for t in search.tighten(best) if self._fits(t)]
+            if not fitting and best < float("inf"):
+                break  # the peak is elsewhere: the next lever's runs would cost more than they may bring
+            best = min([best, *fitting])
         return best
 
     def options(self, row: Row) -> tuple[dict[tuple[str, ...], Option], ...]:

@@ -22,6 +22,8 @@ from memfit.planning.schedules import Saves
 from memfit.planning.solve import solve
 
 ROUNDS = 3
+ROUNDS_TO_BEAT = 2
+"""Where another plan fits already: offloaded blocks are slow to run here, as host memory is there for real."""
 MOST_COUNTS = 12
 """Numbers of offloaded blocks that are thought through."""
 LEAST_BYTES = 4096 * 4
@@ -59,7 +61,7 @@ class OffloadSearch:
         leanest: every block recomputed, and its inputs offloaded."""
         tried: list[Try] = []
         allowance = self.budget_bytes - self.case.overhead_bytes
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS if best_seconds == float("inf") else ROUNDS_TO_BEAT):
             thought = self._best(allowance)
             if thought is None or thought.seconds >= best_seconds:
                 break
