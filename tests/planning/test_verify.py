@@ -150,7 +150,12 @@ def test_a_model_too_large_for_the_host_keeps_one_block_of_each_kind(monkeypatch
         model=lambda: tiny_models.TinyGPT(32, 6),
         batch=lambda: torch.randint(0, 1024, (4, 16)),
     )
-    monkeypatch.setattr(module, "_available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(module, "_available_bytes", lambda: 1 << 21)
     verified = compare(without_small, [blocks("13", []), blocks("4", ["linear:0"])][:1], "exact")
     assert verified.bitwise
     assert verified.scale == "one block of each kind (blocks.0, blocks.1), batch cut to 2"
+    monkeypatch.setattr(module, "_available_bytes", lambda: 1 << 19)
+    monkeypatch.setattr(module, "from_reference", lambda reference: without_small)
+    unverified = module.verify({}, [blocks("13", [])], "exact")
+    assert unverified["passed"] is None
+    assert unverified["reason"].startswith("too large for this host")

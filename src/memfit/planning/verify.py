@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from memfit.capture.step import TrainingStep, batch_takes_size, build_step, takes_size
 from memfit.capture.workloads import from_reference
+from memfit.core.errors import CannotRunHere
 from memfit.core.exactness import Exactness
 from memfit.core.units import format_bytes
 from memfit.core.workload import Workload
@@ -33,6 +34,8 @@ from memfit.techniques.blocks import find_block_chains
 
 STEPS = 3
 SAMPLES = 2
+ROOM_SHARE = 0.9
+"""Of the host's free memory that may be taken."""
 OFFLOADS = ("activation_offload", "parameter_offload")
 _GRADIENT, _PARAMETER = "gradient of", "parameter"
 TOLERANCES: Mapping[str, float] = {"fp32": 1e-4, "low": 5e-2}
@@ -61,6 +64,8 @@ def verify(
     started = time.perf_counter()
     try:
         verified = compare(from_reference(workload), techniques, exactness, seed)
+    except CannotRunHere as problem:
+        verified = Verified(passed=None, reason=str(problem))
     except Exception as error:  # whatever the user's code raises: the plan stands, unproven
         first = str(error).strip().split("\n")[0]
         verified = Verified(
@@ -320,7 +325,10 @@ def tolerance_of(workload: Workload, seen: Mapping[str, torch.Tensor]) -> float:
 
 
 def scale_for(workload: Workload, techniques: Sequence[Settings]) -> Scale:
-    """The largest form of the workload that the host can hold twice."""
+    """The largest form of the workload that the host can hold twice.
+
+    Raises CannotRunHere where it cannot even build the model, which is cut only then.
+    """
     if takes_size(workload):
         return Scale(text="the workload's small form", size="small")
     small = batch_takes_size(workload)
@@ -332,8 +340,21 @@ def scale_for(workload: Workload, techniques: Sequence[Settings]) -> Scale:
     if parameters * 16 < _available_bytes() / 2:
         return Scale(text=f"the whole model, {text}", **batch)
     keep = _one_of_each(model, techniques)
+    _check_room(model, parameters, keep)
     kept = ", ".join(keep)
     return Scale(text=f"one block of each kind ({kept}), {text}", keep=keep, **batch)
+
+
+def _check_room(model: torch.nn.Module, parameters: int, keep: Mapping[str, str]) -> None:
+    """Models are built whole, in fp32 as often as not, and trained with the kept blocks only."""
+    cut = (model.get_submodule(n) for chain in find_block_chains(model) for n in chain.names if n not in keep)
+    left = parameters - sum(p.numel() for block in cut for p in block.parameters())
+    needed, free = max(4 * parameters, 16 * left), _available_bytes()
+    if needed > ROOM_SHARE * free:
+        raise CannotRunHere(
+            f"too large for this host: running even one block of each kind takes {format_bytes(needed)}, and "
+            f"{format_bytes(free)} is free; let the factories take size='small', and that form is verified"
+        )
 
 
 def _available_bytes() -> int:
