@@ -34,7 +34,7 @@ import memfit
 
 BATCHES = 20
 STEPS = 3
-ROUNDS = 3
+ROUNDS = 2
 
 
 class RawFile:
