@@ -185,3 +185,25 @@ def test_the_least_reserved_peak_is_sought_among_lean_plans(program: DropProgram
     assert min(reserved) < reserved[0]
     search.budget_bytes = min(reserved)
     assert search.least()[-1].peaks.reserved_bytes <= search.budget_bytes
+
+
+def test_an_operator_in_place_may_have_readers_before_it() -> None:
+    """As in a softmax by hand: the largest value is read before it is subtracted in place."""
+
+    class Shifted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                shifted = x @ x.T
+                shifted.sub_(shifted.amax(-1, keepdim=True))
+            return x * shifted.exp().sum(-1, keepdim=True)
+
+    work = Workload(
+        name="shifted",
+        model=lambda: nn.Sequential(nn.Linear(32, 32), Shifted()),
+        batch=lambda: torch.randn(8, 32),
+        loss=lambda model, x: model(x).sum(),
+    )
+    graph = capture_step(work, device="cpu")
+    step = RecomputedStep(graph, ("",))
+    needed = [step.needed_until(storage) for storage in step.consumers]
+    assert max(needed) < len(graph.ops)

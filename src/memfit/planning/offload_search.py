@@ -23,7 +23,7 @@ from memfit.planning.solve import solve
 
 ROUNDS = 3
 ROUNDS_TO_BEAT = 2
-"""Where another plan fits already: offloaded blocks are slow to run here, as host memory is there for real."""
+"""Where another plan fits: offloaded blocks are slow to run, as their host memory is there for real."""
 MOST_COUNTS = 12
 """Numbers of offloaded blocks that are thought through."""
 LEAST_BYTES = 4096 * 4
