@@ -147,6 +147,9 @@ def test_a_quick_try_reserves_to_the_byte_what_a_process_of_its_own_does(tmp_pat
             assert quick.requested_bytes == own.peak_requested_bytes
             assert quick.allocated_bytes == own.peak_allocated_bytes
             assert quick.reserved_bytes == own.peak_reserved_bytes
+        graph = oracle.graph(())
+        assert graph.beside_bytes > 0
+        assert graph.peak_bytes + graph.beside_bytes == oracle.evaluate(()).requested_bytes
 
 
 def test_json_has_the_keys_that_were_promised() -> None:
