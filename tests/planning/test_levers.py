@@ -13,6 +13,8 @@ import tiny_models
 import torch
 from imitation import MIB, Imitation, gpu, reserved, step
 
+from memfit.capture.graph import StepGraph
+from memfit.core.errors import CannotRunHere
 from memfit.core.exactness import EXACTNESS_ORDER, allowed
 from memfit.core.workload import Workload
 from memfit.planning import FitResult, Plan, plan
@@ -59,6 +61,22 @@ def test_no_host_memory_means_that_nothing_goes_there() -> None:
     assert found.chosen is not None
     assert found.chosen.lever.host_bytes == 0
     assert all(s["technique"] != "activation_offload" for asked in oracle.asked for s in asked)
+
+
+class Bare(Imitation):
+    """Packages that levers need are missing."""
+
+    def graph(self, techniques: Sequence[Settings]) -> StepGraph:
+        if techniques and techniques[0]["technique"] != "gradient_checkpointing":
+            raise CannotRunHere(f"{techniques[0]['technique']} needs what is not installed")
+        return super().graph(techniques)
+
+
+def test_a_lever_that_cannot_run_here_is_a_note() -> None:
+    found = search(Bare(), floor_of(Bare()) - 2 * MIB, allow="approximate")
+    assert found.chosen is None
+    assert any("is not installed" in note for note in found.notes)
+    assert len(found.notes) == len(set(found.notes))
 
 
 def test_the_grade_of_each_lever_is_that_of_its_technique_on_a_gpu() -> None:

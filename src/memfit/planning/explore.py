@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from memfit.capture.graph import StepGraph
-from memfit.core.errors import UsageError, WorkloadFailed
+from memfit.core.errors import MemfitError
 from memfit.core.exactness import Exactness
 from memfit.core.units import format_bytes
 from memfit.planning.bench import Bench, ModelFacts, Try, by_seconds, settings_key
@@ -19,7 +19,7 @@ from memfit.planning.drop_search import DropSearch, program_of
 from memfit.planning.drops import DropProgram
 from memfit.planning.figures import Settings
 from memfit.planning.layout import Layout
-from memfit.planning.lever_search import Prospect, prospects, worth_a_run
+from memfit.planning.lever_search import MOST_RUN, Prospect, prospects, worth_a_run
 from memfit.planning.offload_search import OffloadSearch
 from memfit.planning.problem import Option
 from memfit.planning.problems import (
@@ -139,6 +139,8 @@ class Explorer:
         run: list[LeverProblem] = []
         for number, prospect in enumerate(worth_a_run(self._with_host(found))):
             self.progress("more levers", number, len(found))
+            if len(run) >= MOST_RUN:
+                break
             made = self._case(row, options, prospect.lever) if prospect.floor_seconds < best else None
             if made is None:
                 continue
@@ -233,9 +235,9 @@ class Explorer:
     def _captured(self, techniques: Sequence[Settings]) -> StepGraph | None:
         try:
             return self.bench.oracle.graph(techniques)
-        except (WorkloadFailed, UsageError) as failure:
+        except MemfitError as failure:  # a package may be missing, or the host's memory too small
             names = ", ".join(dict.fromkeys(str(settings["technique"]) for settings in techniques))
-            self.notes.append(f"{names} cannot be used on this model: {failure}")
+            self._note(f"{names} cannot be used on this model: {failure}")
             return None
 
     @property

@@ -84,10 +84,11 @@ def prospects(
 
 
 def worth_a_run(found: Sequence[Prospect]) -> list[Prospect]:
-    """Those that may fit, at most `MOST_RUN`; where none may, the leanest, which says what is needed."""
+    """Those that may fit, more than `MOST_RUN` as some cannot be applied; where none may, the leanest, which
+    says what is needed."""
     hopeful = [p for p in found if p.expected_seconds < float("inf")]
     leanest = sorted(found, key=lambda p: (p.least_bytes, p.lever.name))[:1]
-    return (hopeful or leanest)[:MOST_RUN]
+    return (hopeful or leanest)[: 2 * MOST_RUN]
 
 
 def _by_expectation(prospect: Prospect) -> tuple[float, int, str]:
