@@ -198,7 +198,7 @@ class Bench:
                 schedule=schedule if isinstance(schedule, Rematerialized) else tuple(schedule),
                 techniques=techniques,
                 seconds=seconds,
-                peaks=self._ahead.pop(key, None) or self.oracle.evaluate(techniques),
+                peaks=self._ahead.pop(key) if key in self._ahead else self.oracle.evaluate(techniques),
                 named=named,
             )
             self.tries[key] = known
