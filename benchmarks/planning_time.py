@@ -38,6 +38,8 @@ def row(name: str) -> str:
     command = [sys.executable, "-c", MEMFIT, "fit", workload, "--gpu", gpu, "--budget", budget, "--json"]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     wall, processor = time.perf_counter() - started, _processor_seconds() - before
+    if not run.stdout:
+        sys.exit(f"{name}: memfit fit ended with status {run.returncode} and no result")
     result = json.loads(run.stdout)
     plan = f"{result['recompute_percent']:.1f} % slower" if result["fits"] else "none fits"
     verified = result["verified"] or {}
