@@ -372,7 +372,10 @@ class Explorer:
             label = f"{name}, {case.lever.name}" if case.lever.name else name
             wanted.append((label, schedule, seconds))
         self.bench.evaluate_ahead([(case.lever, schedule) for _, schedule, _ in wanted])
-        return [self.bench.evaluate(label, case.lever, *plan, named=True) for label, *plan in wanted]
+        return [
+            self.bench.evaluate(label, case.lever, schedule, seconds, named=True)
+            for label, schedule, seconds in wanted
+        ]
 
     def _fits(self, tried: Try) -> bool:
         return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self._budget_bytes
