@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -77,11 +78,13 @@ _OBSERVATIONS: list[Observation] = []
 
 @contextmanager
 def observed_partitions(budgets: Sequence[float] = ()) -> Iterator[Observation]:
-    """Tells of the graphs that are cut while this lasts. The compiler's caches are not used meanwhile."""
+    """Tells of the graphs that are cut while this lasts. The compiler's cache of cut graphs is not used
+    meanwhile: what it has is not cut again."""
     observation = Observation(budgets)
     _OBSERVATIONS.append(observation)
     try:
-        yield observation
+        with functorch_config.patch(enable_autograd_cache=False):
+            yield observation
     finally:
         _OBSERVATIONS.remove(observation)
 
@@ -100,10 +103,7 @@ class PeakPartitioner(CustomPartitionerFn):
         self.peak, self.gpu, self.fused = peak, gpu, fused
 
     def uuid(self) -> Any:
-        """For the compiler's caches: equal for equal cuts; None, that is no caching, where cuts are
-        observed."""
-        if _OBSERVATIONS:
-            return None
+        """For the compiler's caches: equal for equal cuts."""
         return f"memfit-{_sources()}-{self.peak}-{self.gpu}-{self.fused}"
 
     def __call__(
