@@ -217,10 +217,12 @@ class StepGraph:
     @property
     def event_count(self) -> int:
         """Allocations and frees, those before the step included."""
-        return len(self.storages) + sum(storage.died >= 0 for storage in self.storages)
+        temporaries = sum(op.temporary_bytes > 0 for op in self.ops)
+        return len(self.storages) + sum(storage.died >= 0 for storage in self.storages) + 2 * temporaries
 
     def to_trace(self) -> Trace:
-        """The same lives as a trace; what was there before the step is allocated first, in phase ``init``."""
+        """The same lives as a trace; what was there before the step is allocated first, in phase ``init``, and
+        what an operator takes inside comes and goes after its results."""
         builder = TraceBuilder(
             meta={"name": self.name, "device": self.device, "source": "capture", **self.meta}
         )
@@ -238,6 +240,10 @@ class StepGraph:
                 builder.alloc(
                     storage.size_bytes, block=number, category=storage.category, **place | {"module": module}
                 )
+            if op.temporary_bytes:
+                inside = len(self.storages) + op.index
+                builder.alloc(op.temporary_bytes, block=inside, category="temporary", **place)
+                builder.free(inside, category="temporary", **place)
             for number in died[op.index]:
                 builder.free(number, category=self.storages[number].category, **place)
         return builder.build()
