@@ -221,8 +221,8 @@ class StepGraph:
         return len(self.storages) + sum(storage.died >= 0 for storage in self.storages) + 2 * temporaries
 
     def to_trace(self) -> Trace:
-        """The same lives as a trace; what was there before the step is allocated first, in phase ``init``, and
-        what an operator takes inside comes and goes after its results."""
+        """The same lives as a trace; what was there before the step is allocated first, in phase ``init``.
+        What an operator takes inside comes and goes after its results."""
         builder = TraceBuilder(
             meta={"name": self.name, "device": self.device, "source": "capture", **self.meta}
         )
