@@ -123,6 +123,10 @@ class Try:
         """Equal for equal techniques."""
         return settings_key(self.techniques)
 
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether the quick run went through and reserved no more than the budget."""
+        return self.peaks.failure is None and self.peaks.reserved_bytes <= budget_bytes
+
     def candidate(self, plain_seconds: float, budget_bytes: int) -> Candidate:
         """The row of the time–memory front."""
         if self.final is not None:

@@ -182,7 +182,7 @@ class _Search:
         return other if better else tried
 
     def _fits(self, tried: Try) -> bool:
-        return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self.budget_bytes
+        return tried.fits(self.budget_bytes)
 
     def _budgets(self) -> Iterator[Try]:
         """PyTorch's cuts that may fit, fastest first, until one does."""

@@ -136,7 +136,7 @@ class DropSearch:
                     self._ahead(neighbours[number : number + min(AT_ONCE, last - self.bench.evaluations)])
                 attempt = self._try(neighbour)
                 tried.append(attempt)
-                if attempt.peaks.failure is None and attempt.peaks.reserved_bytes <= self.budget_bytes:
+                if attempt.fits(self.budget_bytes):
                     better = neighbour
                     start = attempt
                     break
@@ -182,7 +182,7 @@ class DropSearch:
             found = self.program.lean(share)
             if found is not None:
                 tried.append(self._try(found))
-                if tried[-1].peaks.failure is None and tried[-1].peaks.reserved_bytes <= self.budget_bytes:
+                if tried[-1].fits(self.budget_bytes):
                     break
         return tried
 

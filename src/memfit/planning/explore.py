@@ -378,7 +378,7 @@ class Explorer:
         ]
 
     def _fits(self, tried: Try) -> bool:
-        return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self._budget_bytes
+        return tried.fits(self._budget_bytes)
 
 
 def _free_host_bytes() -> int:

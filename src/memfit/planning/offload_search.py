@@ -84,7 +84,7 @@ class OffloadSearch:
         return float("inf") if thought is None else thought.seconds
 
     def _fits(self, tried: Try) -> bool:
-        return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self.budget_bytes
+        return tried.fits(self.budget_bytes)
 
     def _best(self, allowance_bytes: int) -> _Thought | None:
         blocks = len(self.case.problem.blocks)

@@ -89,7 +89,7 @@ class Refiner:
         return attempts
 
     def _fits(self, tried: Try) -> bool:
-        return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self.budget_bytes
+        return tried.fits(self.budget_bytes)
 
     def _is_tight(self, tried: Try) -> bool:
         """Whether little room is left, or nothing to gain from it."""

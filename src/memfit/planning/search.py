@@ -134,7 +134,7 @@ class Search:
         return best
 
     def _may_hold(self, tried: Try) -> bool:
-        return tried.peaks.failure is None and tried.peaks.reserved_bytes <= self.budget_bytes
+        return tried.fits(self.budget_bytes)
 
     def _holds(self, tried: Try) -> bool:
         return tried.final is not None and _reserved(tried) <= self.budget_bytes
