@@ -151,6 +151,17 @@ def _mean_square(model: Any, batch: Any) -> Any:
     return model(batch).square().mean()
 
 
+def _devices_after_two_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Where parameters are then, and where once all techniques are undone."""
+    for _ in range(2):
+        model(torch.zeros(8, 64, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    devices = {p.device.type for p in model.parameters()}
+    undo_all(model)
+    return sorted(devices) + sorted({p.device.type for p in model.parameters()})
+
+
 class OffloadSteps:
     """Twelve wide blocks on the made-up GPU: peaks, the host's pool, and which stream waits for which."""
 
@@ -200,13 +211,7 @@ class OffloadSteps:
         optimizer = torch.optim.AdamW(model.parameters())
         Pruning().apply(model, optimizer)
         ParameterOffload().apply(model)
-        for _ in range(2):
-            model(torch.zeros(8, 64, device="cuda")).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        devices = {p.device.type for p in model.parameters()}
-        undo_all(model)
-        return sorted(devices) + sorted({p.device.type for p in model.parameters()})
+        return _devices_after_two_steps(model, optimizer)
 
     def frozen(self, checkpointed: bool) -> list[str]:
         """Blocks of frozen layers with adapters, whose parameters live on the host: devices after two
@@ -223,13 +228,7 @@ class OffloadSteps:
         ParameterOffload().apply(model, optimizer)
         if checkpointed:
             GradientCheckpointing().apply(model)
-        for _ in range(2):
-            model(torch.zeros(8, 64, device="cuda")).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        devices = {p.device.type for p in model.parameters()}
-        undo_all(model)
-        return sorted(devices) + sorted({p.device.type for p in model.parameters()})
+        return _devices_after_two_steps(model, optimizer)
 
 
 class _WatchedStreams:
